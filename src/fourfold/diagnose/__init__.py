@@ -1,0 +1,1 @@
+"""Reads a Run and says what it shows."""

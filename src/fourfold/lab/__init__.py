@@ -1,0 +1,1 @@
+"""The experiments, the demonstration, the report."""

@@ -1,0 +1,1 @@
+"""Single-device networks that know no ranks; beside each, its table of shardings as data."""

@@ -1,0 +1,1 @@
+"""What is predicted before anything is started: sizes, bytes and counts of a run."""

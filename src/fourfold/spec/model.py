@@ -1,0 +1,82 @@
+"""What is trained: `[model]`. Counts are per model; widths are features of one token."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from fourfold.spec.value import Value
+
+Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class MoeSpec(Value):
+    """`[model.moe]`: routed experts in place of the feed-forward (planned for; not trained yet)."""
+
+    experts: PositiveInt
+    top_k: PositiveInt
+    shared_experts: int = Field(default=0, ge=0)
+    expert_width: PositiveInt | None = None  # hidden features of one expert; default: ffn_width
+    first_dense_layers: int = Field(default=0, ge=0)  # leading layers with a plain feed-forward
+    router: Literal["softmax", "sigmoid"] = "softmax"
+
+
+class MlaSpec(Value):
+    """`[model.mla]`: latent attention, DeepSeek-V2 (arXiv 2405.04434) section 2.1 (planned for; not trained yet)."""
+
+    q_rank: PositiveInt | None = None
+    kv_rank: PositiveInt
+    nope_head_width: PositiveInt
+    rope_head_width: PositiveInt
+    value_head_width: PositiveInt
+
+
+class DecoderSpec(Value):
+    """A decoder-only transformer."""
+
+    kind: Literal["decoder"] = "decoder"
+    layers: PositiveInt
+    width: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt | None = None  # default: heads
+    head_width: PositiveInt | None = None  # default: width / heads
+    ffn_width: PositiveInt | None = None  # default: see plan.parameters.default_ffn_width
+    vocabulary: PositiveInt = 256
+    tied: bool = False
+    biases: bool = False
+    dropout: Probability = 0.0
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: Annotated[float, Field(gt=0.0)] = 1e-5
+    positions: Literal["rotary", "learned"] = "rotary"
+    rope_theta: Annotated[float, Field(gt=0.0)] = 10000.0
+    max_sequence: PositiveInt | None = None  # rows of the learned position table
+    ffn: Literal["swiglu", "gelu"] = "swiglu"
+    init_std: Annotated[float, Field(gt=0.0)] = 0.02
+    moe: MoeSpec | None = None
+    mla: MlaSpec | None = None
+    mtp_layers: int = Field(default=0, ge=0)  # multi-token-prediction layers (planned for; not trained yet)
+
+
+class MlpSpec(Value):
+    """A multilayer perceptron for regression or classification on vectors."""
+
+    kind: Literal["mlp"]
+    inputs: PositiveInt = 32
+    hidden: PositiveInt = 64
+    layers: PositiveInt = 2  # hidden layers
+    outputs: PositiveInt = 1  # targets of a regression, or classes
+    task: Literal["regression", "classification"] = "regression"
+    dropout: Probability = 0.0
+    biases: bool = True
+
+
+class ImportSpec(Value):
+    """A user's own model: `target = "package.module:factory"`, called with `args` (see docs/own_model.md)."""
+
+    kind: Literal["import"]
+    target: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    args: dict[str, Any] = Field(default_factory=dict)
+
+
+ModelSpec = Annotated[DecoderSpec | MlpSpec | ImportSpec, Field(discriminator="kind")]

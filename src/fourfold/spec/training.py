@@ -1,0 +1,84 @@
+"""How it is trained: `[batch]`, `[optimizer]`, `[precision]`, `[layout]`, `[checkpoint]`, `[run]`, `[hardware]`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from fourfold.spec.value import Value
+
+Degree = PositiveInt | Literal["auto"]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class BatchSpec(Value):
+    """global_batch = micro_batch × accumulation × data-parallel degree; give two, the layout gives the third."""
+
+    global_batch: PositiveInt | None = None  # samples of one optimizer step, over all ranks
+    micro_batch: PositiveInt | None = None  # samples of one forward on one rank
+    accumulation: PositiveInt | None = None  # forwards of one optimizer step on one rank
+
+
+class OptimizerSpec(Value):
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) with warm-up and decay of the learning rate."""
+
+    kind: Literal["adamw"] = "adamw"
+    lr: Annotated[float, Field(gt=0.0)] = 1e-3
+    betas: tuple[Share, Share] = Field(default=(0.9, 0.95), strict=False)
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1  # on tensors of two or more dims; never norms or biases
+    clip_norm: Annotated[float, Field(ge=0.0)] = 1.0  # global gradient norm; 0 = no clipping
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: NonNegativeInt | None = None  # wsd: the last steps that decay; default: a tenth of run.steps
+    final_lr_share: Share = 0.1  # learning rate at the last step, as a share of lr
+
+
+class PrecisionSpec(Value):
+    """Compute dtype of forward and backward; parameters, moments and reductions stay fp32 (fp64 in fp64)."""
+
+    compute: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+
+
+class LayoutSpec(Value):
+    """Degrees of the mesh axes; at most one of dp_replicate and dp_shard is "auto" (what the world leaves)."""
+
+    pp: PositiveInt = 1
+    dp_replicate: Degree = "auto"
+    dp_shard: Degree = 1
+    cp: PositiveInt = 1
+    tp: PositiveInt = 1
+    ep: PositiveInt = 1
+    zero: Literal[0, 1, 2, 3] = 0
+    sp: bool = False  # sequence parallel: a property of tp
+    unused_parameters: bool = False  # some parameters take no part in some steps (costs a search per step)
+    bucket_mib: Annotated[float, Field(gt=0.0)] = 25.0  # gradient bucket of data parallel
+
+
+class CheckpointSpec(Value):
+    """Saving (comes with resume; not supported yet)."""
+
+    every: NonNegativeInt = 0  # steps between checkpoints; 0 = none
+
+
+class RunSpec(Value):
+    """One run: length, place, seed, and how it is watched."""
+
+    steps: PositiveInt = 100
+    dir: str | None = None  # default: the next free runs/<name>-<n>
+    seed: NonNegativeInt = 0
+    exact: bool = False  # bitwise the same for every data-parallel degree (not supported yet)
+    log_every: PositiveInt = 10  # steps between reductions of the metrics
+    validate_every: NonNegativeInt = 0  # steps between validations; 0 = only after the last step
+    validation_batches: NonNegativeInt = 0  # global batches of one validation; 0 = the whole set
+    timeout_s: Annotated[float, Field(gt=0.0)] = 120.0  # longest wait in one collective
+    grace_s: Annotated[float, Field(gt=0.0)] = 30.0  # from the first signal to the end of every rank
+
+
+class HardwareSpec(Value):
+    """The machine. Unknown is said, not guessed."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    devices_per_node: PositiveInt = 8
+    threads_per_rank: PositiveInt | None = None  # default: cores / local ranks

@@ -1,0 +1,1 @@
+"""The loop on one screen, the step, optimizer, precision, census, metrics."""

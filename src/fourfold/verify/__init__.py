@@ -1,0 +1,1 @@
+"""A layout held against one device; a ledger of every sample."""
