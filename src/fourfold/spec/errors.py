@@ -46,6 +46,7 @@ class FourfoldError(Exception):
     """Base of every error raised on purpose; carries all problems found, not only the first."""
 
     exit_code = EXIT_BUG
+    secondary = False  # True where a rank only follows what another rank failed of
 
     def __init__(self, problems: Problem | Sequence[Problem]) -> None:
         self.problems: tuple[Problem, ...] = (

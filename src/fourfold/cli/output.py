@@ -1,0 +1,51 @@
+"""What a verb prints: the result on stdout, the story on stderr."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TextIO
+
+WIDTH = 80
+_COLOURS = {"red": "31", "green": "32", "yellow": "33", "bold": "1"}
+
+
+def print_document(document: Mapping[str, Any]) -> None:
+    """The one JSON document of `--json`, on stdout; its `schema` names kind and version, as in "fourfold.spec/1"."""
+    from fourfold.record.writer import dumps
+
+    assert "schema" in document, "every document names its schema"
+    print(dumps(document, indent=2))
+
+
+def story(text: str) -> None:
+    """What happens meanwhile, for the person who waits: on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def next_command(*commands: str) -> None:
+    """The next sensible command, or several, on stderr: how a finished verb ends."""
+    for number, command in enumerate(commands):
+        story(f"{'next: ' if number == 0 else '  or: '}{command}")
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int = WIDTH) -> str:
+    """A table of at most `width` columns, of which the last cell of a row is broken into lines where it must be."""
+    every = [list(heads), *(list(row) for row in rows)]
+    sizes = [max(len(row[column]) for row in every) for column in range(len(heads) - 1)]
+    left = sum(sizes) + 2 * len(sizes)
+    lines = []
+    for row in every:
+        start = "".join(f"{cell:<{size}}  " for cell, size in zip(row, sizes, strict=False))
+        broken = textwrap.wrap(row[-1], max(width - left, 20)) or [""]
+        lines += [(start + broken[0]).rstrip(), *(" " * left + more for more in broken[1:])]
+    return "\n".join(lines)
+
+
+def paint(text: str, colour: Literal["red", "green", "yellow", "bold"], stream: TextIO) -> str:
+    """`text` in colour where `stream` is a terminal; `NO_COLOR` (https://no-color.org) is respected."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty():
+        return text
+    return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"

@@ -1,0 +1,189 @@
+"""`fourfold verify`: a layout, or a run, against what it claims."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from shlex import join, quote
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from fourfold.cli.output import next_command, paint, print_document, story, table
+from fourfold.spec.errors import EXIT_CHECK_FAILED, EXIT_DONE, Problem, SpecError
+
+app = App(
+    name="verify",
+    help="""Prove a layout right: every sample exactly once, and equal to one device.
+
+    Examples:
+
+        fourfold verify coverage tiny --world 3
+        fourfold verify coverage runs/tiny-1
+        fourfold verify equal tiny --world 4
+    """,
+)
+
+Sets = Annotated[tuple[str, ...], Parameter(name="--set")]
+
+
+@app.command
+def coverage(
+    spec: str,
+    /,
+    *,
+    world: int | None = None,
+    epochs: int = 2,
+    max_steps: int | None = None,
+    sets: Sets = (),
+    out: Path | None = None,
+    json: bool = False,
+) -> int:
+    """Count every sample that every rank is given: none twice, none missing, the order new in every epoch.
+
+    With a Spec, real ranks read whole epochs and the validation set, without training. With a run directory, what
+    its ranks wrote down while they trained is counted.
+
+    Examples:
+
+        fourfold verify coverage tiny --world 3
+        fourfold verify coverage my.toml --world 8 --max-steps 1000
+        fourfold verify coverage runs/tiny-1 --json
+
+    Parameters
+    ----------
+    spec
+        A TOML file, the name of a ready Spec, or a run directory.
+    world
+        Ranks in all (default 2).
+    epochs
+        Epochs to read.
+    max_steps
+        Stop after so many steps: quicker, and proves less.
+    sets
+        One setting, a.b=value in TOML, over the file; may be repeated.
+    out
+        A folder for the findings (default: the next free runs/verify-NAME-N; of a run, its own).
+    json
+        Print one JSON document.
+    """
+    from fourfold.spec.ready import ready_names
+    from fourfold.verify.coverage import run_coverage, verify_coverage
+
+    command = _command("coverage", spec, sets, world=world, epochs=epochs, max_steps=max_steps)
+    if Path(spec).is_dir() and spec not in ready_names():
+        if world is not None or max_steps is not None or sets:
+            raise SpecError(_run_is_given(spec))
+        document = run_coverage(Path(spec), out=out, command=f"fourfold verify coverage {quote(spec)}")
+        return _end(document, json, f"fourfold report {quote(spec)}")
+    from fourfold.spec.load import load_spec
+
+    loaded = load_spec(spec, sets)
+    ranks = 2 if world is None else world
+    story(f"{loaded.spec.name}: {ranks} ranks read what they would train on")
+    document = verify_coverage(
+        loaded.spec, ranks, epochs=epochs, max_steps=max_steps, out=out, command=command
+    )
+    return _end(document, json, _command("equal", spec, sets, world=ranks))
+
+
+@app.command
+def equal(
+    spec: str,
+    /,
+    *,
+    world: int,
+    steps: int = 5,
+    sets: Sets = (),
+    out: Path | None = None,
+    json: bool = False,
+) -> int:
+    """Compare ranks with one device, in fp64: every loss, gradient, norm, and parameter after some steps.
+
+    The data is the Spec's own, made uneven: targets are masked so that every rank has another number of them.
+    Clipping and accumulation are on. If something differs, the first deviating value in execution order is named.
+
+    Examples:
+
+        fourfold verify equal tiny --world 2
+        fourfold verify equal tiny --world 8 --steps 3
+        fourfold verify equal my.toml --world 4 --set model.dropout=0.0 --json
+
+    Parameters
+    ----------
+    spec
+        A TOML file, or the name of a ready Spec.
+    world
+        Ranks in all.
+    steps
+        Optimizer steps.
+    sets
+        One setting, a.b=value in TOML, over the file; may be repeated.
+    out
+        A folder for the findings (default: the next free runs/verify-NAME-N); may be a run's.
+    json
+        Print one JSON document.
+    """
+    from fourfold.spec.load import load_spec
+    from fourfold.verify.equal import verify_equal
+
+    loaded = load_spec(spec, sets)
+    story(f"{loaded.spec.name}: {steps} steps on one device, then on {world} ranks")
+    command = _command("equal", spec, sets, world=world, steps=steps)
+    document = verify_equal(loaded.spec, world, steps=steps, out=out, command=command)
+    for change in document["changes"]:
+        story(f"for the check: {change}")
+    return _end(document, json, f"fourfold train {quote(spec)} --nproc {world}{_sets(sets)}")
+
+
+def _end(document: Mapping[str, Any], json: bool, then: str) -> int:
+    """Print the document or its table, and the next command; the exit code says whether all checks held."""
+    passed = document["verdict"] == "pass"
+    if json:
+        print_document(document)
+    else:
+        print(findings_table(document["findings"]))
+        verdict = paint(document["verdict"], "green" if passed else "red", sys.stdout)
+        print(f"\n{verdict}  {document['findings_file']}")
+    if passed:
+        next_command(then)
+        return EXIT_DONE
+    failed = [finding for finding in document["findings"] if finding["verdict"] == "fail"]
+    for finding in failed:
+        story(f"failed: {finding['claim']}: {finding['measured']}")
+    if failed[0]["command"]:
+        next_command(failed[0]["command"])
+    return EXIT_CHECK_FAILED
+
+
+def findings_table(findings: Sequence[Mapping[str, Any]]) -> str:
+    """Findings in at most 80 columns: the verdict, then the claim, what was measured and within which bound."""
+    rows = []
+    for finding in findings:
+        text = f"{finding['claim']}: {finding['measured']}"
+        if finding["tolerance"]:
+            text += f" (within {finding['tolerance']})"
+        rows.append((finding["verdict"], text))
+    return table(("verdict", "finding"), rows)
+
+
+def _command(verb: str, spec: str, sets: Sequence[str], **options: int | None) -> str:
+    words = ["fourfold", "verify", verb, spec]
+    for name, value in options.items():
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return join(words) + _sets(sets)
+
+
+def _sets(sets: Sequence[str]) -> str:
+    return "".join(f" --set {quote(setting)}" for setting in sets)
+
+
+def _run_is_given(run: str) -> Problem:
+    return Problem(
+        asked=f"coverage of {run} with --world, --max-steps or --set",
+        found="a run directory",
+        why="its ranks, steps and settings are what they were",
+        instead=f"fourfold verify coverage {quote(run)}",
+    )

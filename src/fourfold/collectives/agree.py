@@ -1,0 +1,49 @@
+"""What all ranks must hold in common, compared by fingerprint; the rank that differs is named."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from fourfold.spec.errors import CheckFailed, Problem
+
+
+def disagreements(values_by_rank: list[Mapping[str, str]]) -> list[Problem]:
+    """What differs between ranks: one Problem for each name, against the value most ranks hold (ties: the lowest's).
+
+    values_by_rank: for each rank, in order of rank, a mapping of names to fingerprints.
+    """
+    problems = []
+    names = sorted({name for values in values_by_rank for name in values})
+    for name in names:
+        held = [values.get(name, "(missing)") for values in values_by_rank]
+        usual, _ = Counter(held).most_common(1)[0]
+        odd = [rank for rank, value in enumerate(held) if value != usual]
+        if odd:
+            ranks = ", ".join(f"rank {rank} has {held[rank]}" for rank in odd)
+            problems.append(
+                Problem(
+                    asked=f"the same {name} on every rank",
+                    found=f"{ranks}; the others have {usual}",
+                    why="ranks that do not share it train different models under one loss",
+                    instead=f"start rank {odd[0]} with the same {name} as the others",
+                )
+            )
+    return problems
+
+
+def agree(values: Mapping[str, str]) -> None:
+    """Compare `values` over the whole world.
+
+    Collectives: one all-gather of objects on the default group.
+    Raises CheckFailed on every rank, naming each value and rank that differs.
+    """
+    gathered: list[Mapping[str, str]] = [values]
+    if dist.is_initialized():
+        gathered = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, dict(values))
+    problems = disagreements(gathered)
+    if problems:
+        raise CheckFailed(problems)

@@ -1,0 +1,39 @@
+"""Sums of a few host numbers over the world, on the CPU group: no device is made to wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(slots=True)
+class PendingSum:
+    """A sum under way; `wait` gives the numbers, the same on every rank."""
+
+    _values: torch.Tensor
+    _work: dist.Work | None
+
+    def wait(self) -> list[int]:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return [int(value) for value in self._values.tolist()]
+
+
+def start_sum(values: Sequence[int]) -> PendingSum:
+    """Begin summing integers over the world (one asynchronous all-reduce of int64 on the CPU)."""
+    tensor = torch.tensor(values, dtype=torch.int64)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return PendingSum(tensor, None)
+    return PendingSum(tensor, dist.all_reduce(tensor, async_op=True))
+
+
+def sum_floats(values: torch.Tensor) -> torch.Tensor:
+    """Sum an fp64 tensor over the world (one all-reduce on the CPU); returns it on the CPU."""
+    total = values.detach().to(device="cpu", dtype=torch.float64, copy=True)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    return total

@@ -1,0 +1,282 @@
+"""The launcher: N ranks on this machine, started, watched and ended by an elastic agent of our own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.events.api import Event, EventSource
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from fourfold.launch.failure import report_path
+from fourfold.launch.processes import Leash, RankProcess
+from fourfold.launch.pulse import clear_pulses
+from fourfold.launch.rank import ATTEMPT, loopback
+from fourfold.launch.stop import STOP_SIGNALS
+from fourfold.launch.story import in_file, on_screen
+from fourfold.launch.watch import Outcome, Watch, log_path
+from fourfold.record.problems import unwritable
+from fourfold.record.writer import write_json, write_text
+from fourfold.spec.errors import Problem, SpecError
+
+_HOST = "127.0.0.1"
+_TICK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What to start: `command` (an argv) nproc times, and when to give up on it.
+
+    run_dir: gets failures.md and the folders failures, logs, pulse and stacks. timeout_s: the longest wait in
+    one collective, as the ranks set it too. grace_s: from the first signal to the end of every rank.
+    threads_per_rank: CPU threads of each rank; None: this machine's cores divided by nproc.
+    """
+
+    command: tuple[str, ...]
+    nproc: int
+    run_dir: Path
+    timeout_s: float = 120.0
+    grace_s: float = 30.0
+    threads_per_rank: int | None = None
+
+
+def launch(request: Launch) -> Outcome:
+    """Run the ranks to their end and say how they ended; no process of theirs is left behind.
+
+    Rank 0's output passes through, that of the others goes to `logs/rank<r>.txt`. SIGTERM, SIGUSR1 and SIGINT
+    are passed on once; ranks that then all end with 75 make 75 the outcome. On a failure the story is printed to
+    stderr, the cause last, and written to `failures.md`, the cause first. Collectives: none; no port is picked,
+    the store binds its own, to this machine only.
+    Raises SpecError for a request that cannot start, DataError if the run directory cannot be written.
+    """
+    _check(request)
+    run_dir = Path(request.run_dir)
+    try:
+        for name in ("failures", "logs", "pulse", "stacks"):
+            (run_dir / name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(run_dir, error, "make the folders of the ranks", "no rank was started") from error
+    with _Signals() as signals, Leash() as leash:
+        agent = RankAgent(request, signals, leash)
+        agent.run()
+    assert agent.outcome is not None
+    _tell(request, agent.outcome)
+    return agent.outcome
+
+
+class RankAgent(LocalElasticAgent):
+    """Torch's agent for one machine, with our own processes, watch and idea of an end.
+
+    Torch's own restarts on exit 75, waits 30 s before it kills, and tells failures apart by time alone.
+    """
+
+    def __init__(self, request: Launch, signals: _Signals, leash: Leash) -> None:
+        self._rendezvous_here = LoopbackRendezvous(timedelta(seconds=request.timeout_s))
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=request.nproc,
+            rdzv_handler=self._rendezvous_here,
+            entrypoint=request.command[0],
+            args=request.command[1:],
+            max_restarts=0,
+            monitor_interval=_TICK_S,
+        )
+        super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull))
+        self._request = request
+        self._signals = signals
+        self._leash = leash
+        self._processes: list[RankProcess] = []
+        self._watch: Watch | None = None
+        self.outcome: Outcome | None = None
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        run_dir = Path(self._request.run_dir)
+        clear_pulses(run_dir / "pulse")
+        since = time.time()
+        for worker in worker_group.workers:
+            env = self._environment(worker_group, worker.local_rank, worker.global_rank, worker.world_size)
+            log = log_path(run_dir, worker.global_rank) if worker.global_rank else None
+            self._processes.append(self._start(worker.global_rank, env, log))
+            self._leash.hold(self._processes[-1])
+        self._watch = Watch(self._processes, run_dir, self._request.timeout_s, self._request.grace_s, since)
+        return {rank: process.pid for rank, process in enumerate(self._processes)}
+
+    def _start(self, rank: int, env: dict[str, str], log: Path | None) -> RankProcess:
+        try:
+            return RankProcess(rank, self._request.command, env, log)
+        except OSError as error:
+            raise SpecError(
+                Problem(
+                    asked=f"start rank {rank}: {' '.join(self._request.command)}",
+                    found=str(error),
+                    why="the system refused to start the program",
+                    instead="which " + self._request.command[0],
+                )
+            ) from error
+
+    def _environment(self, group: WorkerGroup, local: int, rank: int, world: int) -> dict[str, str]:
+        """This process's environment, with what makes a rank."""
+        nproc = self._request.nproc
+        threads = self._request.threads_per_rank or max(1, cores() // nproc)
+        attempt = str(self._rendezvous_here.attempt)
+        env = dict(os.environ)
+        env.pop("TORCHELASTIC_ERROR_FILE", None)  # an outer launcher's
+        interface = loopback()
+        if interface:
+            env.setdefault("GLOO_SOCKET_IFNAME", interface)
+        return env | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(nproc),
+            "GROUP_RANK": str(group.group_rank),
+            "GROUP_WORLD_SIZE": str(group.group_world_size),
+            "MASTER_ADDR": str(group.master_addr),
+            "MASTER_PORT": str(group.master_port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": self._rendezvous_here.get_run_id(),
+            "TORCHELASTIC_RESTART_COUNT": attempt,
+            ATTEMPT: attempt,
+            "OMP_NUM_THREADS": str(threads),
+            "PYTHONUNBUFFERED": "1",  # else a killed rank's last words stay in its buffer
+        }
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        assert self._watch is not None
+        self.outcome = self._watch.tick(self._signals.seen)
+        if self.outcome is None:
+            return RunResult(WorkerState.HEALTHY)
+        if self.outcome.failures or self.outcome.told:
+            return RunResult(WorkerState.FAILED)
+        ended = {worker.global_rank: None for worker in worker_group.workers}
+        return RunResult(WorkerState.SUCCEEDED, return_values=ended)
+
+    def _invoke_run(self, role: str = "rank") -> RunResult:  # noqa: ARG002
+        self._initialize_workers(self._worker_group)
+        while (result := self._monitor_workers(self._worker_group)).state is WorkerState.HEALTHY:
+            time.sleep(_TICK_S)
+        return result
+
+    def _shutdown(
+        self,
+        death_sig: signal.Signals = signal.SIGTERM,  # noqa: ARG002
+        timeout: int = 30,  # noqa: ARG002
+    ) -> None:
+        RankProcess.kill_all(self._processes)
+
+    def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
+        # Nobody takes these events; torch's own would ask the resolver for this machine's name each time.
+        return Event(f"fourfold.{state}", source=source)
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """One machine's rendezvous: a store listening on the loopback interface, with a part of it for each attempt."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.attempt = -1
+        with socket.socket() as listener:
+            listener.bind((_HOST, 0))
+            listener.listen(1024)
+            self._port = int(listener.getsockname()[1])
+            self._store = TCPStore(
+                _HOST,
+                self._port,
+                is_master=True,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),  # the store owns it from here
+            )
+
+    def get_backend(self) -> str:
+        return "c10d"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self.attempt += 1
+        store = PrefixStore(f"agent{self.attempt}", self._store)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_HOST, self._port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return "fourfold"
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class _Signals:
+    """Context manager: remembers the signals that ask for a stop, instead of dying of them."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, float]] = []  # (number, monotonic seconds)
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._take) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _take(self, number: int, _frame: FrameType | None) -> None:
+        self.seen.append((number, time.monotonic()))
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check(request: Launch) -> None:
+    if request.nproc < 1 or not request.command:
+        raise SpecError(
+            Problem(
+                asked=f"{request.nproc} ranks of {' '.join(request.command) or 'nothing'}",
+                found="no rank to start",
+                why="a launch needs a command and at least one rank",
+                instead="--nproc 1",
+            )
+        )
+
+
+def _tell(request: Launch, outcome: Outcome) -> None:
+    """The screen first: the files may not be writable any more."""
+    if outcome.told:
+        print(outcome.told, file=sys.stderr, flush=True)
+    if not outcome.failures:
+        return
+    print(on_screen(outcome.failures), file=sys.stderr, flush=True)
+    run_dir = Path(request.run_dir)
+    with suppress(OSError):
+        for failure in outcome.failures:
+            write_json(report_path(run_dir, failure.rank), failure)
+        write_text(run_dir / "failures.md", in_file(outcome.failures, request.command, request.nproc))

@@ -1,0 +1,142 @@
+"""Around a rank's work: whatever ends it is written down before the process is gone."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn
+
+from fourfold.launch.failure import FailureReport, describe, in_order, is_secondary, report_path
+from fourfold.launch.pulse import START, Pulse
+from fourfold.launch.rank import ATTEMPT, Rank
+from fourfold.record.writer import write_json
+from fourfold.spec.errors import EXIT_BUG, EXIT_KILLED_BASE, FourfoldError, Stopped
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+STACK_SIGNAL = signal.SIGUSR2  # asks a rank to write where each of its threads stands
+_STORE_S = 1.5  # for a word with the store; it may be gone, or busy in another thread
+
+
+@contextmanager
+def guard(rank: Rank, store: Store | None, run_dir: Path, pulse: Pulse | None) -> Iterator[None]:
+    """Run a rank's work; an exception is reported, then the process ends with the error's exit code.
+
+    The report goes to `failures/rank<r>.json`, to the store (for ranks on other machines) and, as one paragraph,
+    to stderr; under our launcher rank 0 leaves the screen to it. The process ends at once, without the
+    interpreter's own farewell, which would wait for collectives that can no longer complete, or abort. `Stopped`
+    (75) and SystemExit end it so, too, without a report. `stacks/rank<r>.txt` takes the stacks on a crash, or
+    when the launcher asks for them.
+    Collectives: none.
+    """
+    stacks = run_dir / "stacks" / f"rank{rank.rank}.txt"
+    stacks.parent.mkdir(parents=True, exist_ok=True)
+    with open(stacks, "w", encoding="utf-8") as file:
+        faulthandler.enable(file)
+        faulthandler.register(STACK_SIGNAL, file, all_threads=True)
+        try:
+            yield
+        except SystemExit as leaving:
+            _leave(_exit_code(leaving))
+        except Stopped as stopped:
+            _leave(stopped.exit_code)
+        except BaseException as error:
+            report = _report(rank, pulse, error)
+            _tell(rank, store, run_dir, report, error)
+            _leave(report.exit_code)
+        finally:
+            faulthandler.unregister(STACK_SIGNAL)
+            faulthandler.disable()
+
+
+def _report(rank: Rank, pulse: Pulse | None, error: BaseException) -> FailureReport:
+    if isinstance(error, FourfoldError):
+        code = error.exit_code
+    elif isinstance(error, KeyboardInterrupt):
+        code = EXIT_KILLED_BASE + signal.SIGINT
+    else:
+        code = EXIT_BUG
+    return FailureReport(
+        rank=rank.rank,
+        kind="collective" if is_secondary(error) else "raised",
+        step=pulse.step if pulse else 0,
+        phase=pulse.phase if pulse else START,
+        message=describe(error),
+        exit_code=code,
+        time=time.time(),
+        traceback="".join(traceback.format_exception(type(error), error, _from_caller(error))),
+    )
+
+
+def _tell(
+    rank: Rank, store: Store | None, run_dir: Path, report: FailureReport, error: BaseException
+) -> None:
+    """Every place is tried; none may keep this rank from ending."""
+    with suppress(OSError):
+        write_json(report_path(run_dir, rank.rank), report)
+    ours = ATTEMPT in os.environ
+    cause = [] if store is None else _exchange(rank, store, report, wait=not ours)
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun names the cause only if it finds it there
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        with suppress(OSError):
+            get_error_handler().record_exception(error)
+    if not (ours and rank.rank == 0):
+        for failure in (report, *cause):
+            print(failure.headline, file=sys.stderr, flush=True)
+
+
+def _exchange(rank: Rank, store: Store, report: FailureReport, wait: bool) -> list[FailureReport]:
+    """Leave the report in the store; who only lost the others looks there for the one that failed first."""
+    found: dict[int, FailureReport] = {}
+
+    def talk() -> None:
+        with suppress(RuntimeError, ValueError):
+            store.set(f"failure/{rank.rank}", report.model_dump_json())
+            while wait and report.kind == "collective" and not found:
+                for other in set(range(rank.world)) - {rank.rank}:
+                    if store.check([f"failure/{other}"]):
+                        told = FailureReport.model_validate_json(store.get(f"failure/{other}"))
+                        if told.kind == "raised":
+                            found[other] = told
+                time.sleep(0.1)
+
+    # A thread of its own: a store that hangs must not hang the rank.
+    talker = threading.Thread(target=talk, daemon=True)
+    talker.start()
+    talker.join(_STORE_S)
+    return list(in_order(found.values()))[:1]
+
+
+def _from_caller(error: BaseException) -> TracebackType | None:
+    """The traceback without this file's own frame on top."""
+    top = error.__traceback__
+    return top.tb_next if top is not None and top.tb_next is not None else top
+
+
+def _exit_code(leaving: SystemExit) -> int:
+    """As the interpreter takes it: None is 0, a text is printed and is 1."""
+    if leaving.code is None or isinstance(leaving.code, int):
+        return leaving.code or 0
+    print(leaving.code, file=sys.stderr)
+    return EXIT_BUG
+
+
+def _leave(code: int) -> NoReturn:
+    for child in multiprocessing.active_children():
+        child.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

@@ -1,0 +1,190 @@
+"""The decoder: a transformer of pre-normalised blocks, grouped-query attention and a gated feed-forward.
+
+Letters: B rows, T tokens, V vocabulary.
+Sources: GPT-2 (Radford et al. 2019, section 2.3: pre-normalisation, output projections scaled by depth);
+Llama (arXiv 2302.13971, section 2.2: RMSNorm, SwiGLU, rotary positions).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.models.attention import Attention, Cached, Shared
+from fourfold.models.draws import Draws
+from fourfold.models.initial import Embedding, Linear, Start, fill
+from fourfold.models.loss import cross_entropy
+from fourfold.models.protocol import BatchLike, Rule
+from fourfold.plan.parameters import ffn_width, head_width
+from fourfold.plan.parameters import positions as position_parameters
+from fourfold.spec.model import DecoderSpec
+
+SHARDING: dict[str, Rule] = {
+    "embedding.weight": "vocabulary",
+    "positions.weight": "replicate",
+    "blocks.*.attention_norm.*": "replicate",
+    "blocks.*.attention.query.*": "column",
+    "blocks.*.attention.key.*": "column",
+    "blocks.*.attention.value.*": "column",
+    "blocks.*.attention.output.weight": "row",
+    "blocks.*.attention.output.bias": "replicate",
+    "blocks.*.ffn_norm.*": "replicate",
+    "blocks.*.ffn.gate.*": "column",
+    "blocks.*.ffn.up.*": "column",
+    "blocks.*.ffn.down.weight": "row",
+    "blocks.*.ffn.down.bias": "replicate",
+    "norm.*": "replicate",
+    "head.weight": "vocabulary",
+}
+
+
+def _norm(spec: DecoderSpec) -> nn.Module:
+    """Both compute in fp32 or wider: narrower input is widened inside torch's kernels."""
+    if spec.norm == "layernorm":
+        return nn.LayerNorm(spec.width, eps=spec.norm_eps)
+    return nn.RMSNorm(spec.width, eps=spec.norm_eps)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer, arXiv 2002.05202) or GELU in GPT-2's tanh form (arXiv 1606.08415)."""
+
+    def __init__(self, name: str, spec: DecoderSpec) -> None:
+        super().__init__()
+        hidden = ffn_width(spec)
+        self.dropout = spec.dropout
+        self.output_name = f"{name}.down"
+        self.gate = Linear(spec.width, hidden, bias=spec.biases) if spec.ffn == "swiglu" else None
+        self.up = Linear(spec.width, hidden, bias=spec.biases)
+        self.down = Linear(hidden, spec.width, bias=spec.biases)
+
+    def forward(self, x: Tensor, shared: Shared) -> Tensor:
+        """[B, T, width] -> [B, T, width]."""
+        if self.gate is None:
+            hidden = F.gelu(self.up(x), approximate="tanh")
+        else:
+            hidden = F.silu(self.gate(x)) * self.up(x)
+        return shared.dropout(self.down(hidden), self.dropout, self.output_name)
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each normalised before and added to the stream."""
+
+    def __init__(self, name: str, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.attention_norm = _norm(spec)
+        self.attention = Attention(
+            f"{name}.attention",
+            width=spec.width,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads or spec.heads,
+            head_width=head_width(spec),
+            biases=spec.biases,
+            dropout=spec.dropout,
+        )
+        self.ffn_norm = _norm(spec)
+        self.ffn = FeedForward(f"{name}.ffn", spec)
+
+    def forward(self, x: Tensor, shared: Shared) -> Tensor:
+        """[B, T, width] -> [B, T, width]."""
+        x = x + self.attention(self.attention_norm(x), shared)
+        return x + self.ffn(self.ffn_norm(x), shared)  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """Tokens to logits."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.dropout = spec.dropout
+        self.rotary = spec.positions == "rotary"
+        self.cached = Cached(head_width(spec), spec.rope_theta)
+        self.embedding = Embedding(spec.vocabulary, spec.width)
+        self.positions = (
+            None if self.rotary else Embedding(position_parameters(spec) // spec.width, spec.width)
+        )
+        self.blocks = nn.ModuleList(Block(f"blocks.{index}", spec) for index in range(spec.layers))
+        self.norm = _norm(spec)
+        self.head = Linear(spec.width, spec.vocabulary, bias=False)
+        if spec.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None, draws: Draws | None = None) -> Tensor:
+        """int64 [B, T] -> logits [B, T, V].
+
+        documents  int32 [B, T]: attention stays inside a document; None = every earlier token is seen
+        draws      of dropout; None = none
+        """
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions(_places(tokens, documents))
+        shared = Shared(
+            mask=None if documents is None else self.cached.mask(documents, _compute_dtype(x)),
+            turns=self.cached.turns(tokens.shape[1], x) if self.rotary else None,
+            draws=draws,
+        )
+        x = shared.dropout(x, self.dropout, "embedding")
+        for block in self.blocks:
+            x = block(x, shared)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class DecoderKit:
+    """The decoder as a `ModelKit`.
+
+    attend_across  documents packed into one row see each other
+    """
+
+    def __init__(self, spec: DecoderSpec, attend_across: bool = False) -> None:
+        self._spec = spec
+        self._attend_across = attend_across
+
+    def build(self, seed: int, dtype: torch.dtype) -> Decoder:
+        """See `ModelKit.build`."""
+        module = Decoder(self._spec)
+        fill(module, self._start, seed, dtype)
+        return module
+
+    def loss(self, module: nn.Module, batch: BatchLike) -> tuple[Tensor, Tensor]:
+        """See `ModelKit.loss`; dropout only while `module.training`."""
+        dropping = module.training and self._spec.dropout > 0
+        draws = Draws(batch.seed, batch.step, batch.rows) if dropping else None
+        documents = None if self._attend_across else batch.documents
+        return cross_entropy(module(batch.inputs, documents, draws), batch.targets, batch.valid)
+
+    def sharding(self) -> dict[str, Rule]:
+        """See `ModelKit.sharding`."""
+        return dict(SHARDING)
+
+    def blocks(self, module: nn.Module) -> tuple[str, ...]:
+        """See `ModelKit.blocks`."""
+        return tuple(name for name, child in module.named_modules() if isinstance(child, Block))
+
+    def _start(self, name: str) -> Start:
+        if name.endswith("norm.weight"):
+            return Start(1.0, 0.0)
+        if name.endswith("bias"):
+            return Start(0.0, 0.0)
+        # Two sums per layer enter the residual stream, so its variance grows with 2 × layers.
+        onto_stream = name.endswith(("output.weight", "down.weight"))
+        share = 1 / math.sqrt(2 * self._spec.layers) if onto_stream else 1.0
+        return Start(0.0, self._spec.init_std * share)
+
+
+def _places(tokens: Tensor, documents: Tensor | None) -> Tensor:
+    """Each token's place: in its document, so that it does not matter where a document is packed, or in its row."""
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    if documents is None:
+        return place
+    first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return place - torch.cummax(place * first, dim=1).values
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """What autocast will make of the attention's inputs, so that it does not convert the mask in every layer."""
+    kind = x.device.type
+    narrowed = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if narrowed else x.dtype

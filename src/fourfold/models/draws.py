@@ -1,0 +1,155 @@
+"""Randomness by arithmetic: every draw is a function of (seed, step, name, logical index), never of the layout.
+
+A draw is a hash of its own address, so no generator is advanced and none has to be saved: the same element gets the
+same value on any number of ranks, in any microbatch and in any dtype.  The hash is the finaliser of SplitMix64
+(Steele, Lea & Flood, OOPSLA 2014, section 5; constants "Mix13" of D. Stafford) over counters that step by its golden
+gamma.  torch has no unsigned 64-bit arithmetic on every device; int64 wraps the same way, and a logical right shift
+is an arithmetic one with the copies of the sign masked off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of a 64-bit unsigned number."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = _signed(0x94D049BB133111EB)
+
+_LANES = 4  # draws of 16 bits in one hash
+_LEVELS = 1 << 16
+_WORDS = 3  # hashes of one normal value: 12 uniform integers
+_CHUNK = 1 << 16  # initial values made at a time: temporaries stay inside a core's cache
+
+
+@lru_cache(maxsize=4096)
+def _key(*parts: int | str) -> int:
+    """A 64-bit start, as int64, for the stream that `parts` name."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _mix_(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser, in place on int64."""
+    shifted = torch.empty_like(x)
+    for shift, multiplier in ((30, _MULTIPLIER_1), (27, _MULTIPLIER_2)):
+        torch.bitwise_right_shift(x, shift, out=shifted)
+        x.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1)).mul_(multiplier)
+    torch.bitwise_right_shift(x, 31, out=shifted)
+    return x.bitwise_xor_(shifted.bitwise_and_((1 << 33) - 1))
+
+
+def _dropped_levels(p: float) -> int:
+    """`p` in steps of 2**-16; what is asked to drop at all drops at least one step."""
+    return min(max(round(p * _LEVELS), 1), _LEVELS - 1) if p > 0 else 0
+
+
+class Draws:
+    """The draws of one forward: row `rows[b]` of the global batch has the same ones wherever it is computed.
+
+    seed  of the run
+    step  optimizer step
+    rows  int64 [B]: each row's place in the global batch; the draws live on its device
+    """
+
+    def __init__(self, seed: int, step: int, rows: Tensor) -> None:
+        self._rows = _mix_((rows * _GAMMA).add_(_key("dropout", seed, step))).unsqueeze(1)
+        self._counters: dict[int, Tensor] = {}
+
+    def keep(self, name: str, p: float, shape: Sequence[int]) -> Tensor:
+        """Which elements dropout keeps.
+
+        name   of the module whose output it is; other names give other draws
+        p      share to drop, taken to the nearest multiple of 2**-16
+        shape  [B, ...]; an element's logical index is its flat index within the row
+
+        Element i of a row is 16-bit lane i % 4 (lowest first) of the row's hash i // 4, which makes the cost a
+        quarter of a hash per element.  Returns bool of `shape`.
+        """
+        return self._kept(name, _dropped_levels(p), shape).bool()
+
+    def dropout(self, x: Tensor, p: float, name: str) -> Tensor:
+        """`x` [B, ...] with a share `p` set to zero and the rest scaled so that the expectation stays.
+
+        Source: Srivastava et al., JMLR 15 (2014), scaled in training.  The mask is the same for every dtype.
+        """
+        levels = _dropped_levels(p)
+        if not levels:
+            return x
+        return x * self._kept(name, levels, x.shape) * (_LEVELS / (_LEVELS - levels))
+
+    def _kept(self, name: str, levels: int, shape: Sequence[int]) -> Tensor:
+        """1 where kept, else 0: as int16, for a CPU makes and multiplies bool several times slower."""
+        assert shape[0] == self._rows.shape[0], "one row of draws for each row of the batch"
+        elements = math.prod(shape[1:])
+        hashes = _mix_(self._counter(-(-elements // _LANES)) + (self._rows + _key(name)))
+        lanes = hashes.view(torch.int16)[:, :elements]
+        return lanes.ge_(levels - _LEVELS // 2).view(*shape)
+
+    def _counter(self, hashes: int) -> Tensor:
+        if hashes not in self._counters:
+            self._counters[hashes] = torch.arange(hashes, device=self._rows.device).mul_(_GAMMA)
+        return self._counters[hashes]
+
+
+def normal(
+    seed: int,
+    name: str,
+    shape: Sequence[int],
+    std: float,
+    dtype: torch.dtype,
+    offset: Sequence[int] | None = None,
+    full_shape: Sequence[int] | None = None,
+) -> Tensor:
+    """Initial values of a parameter, or of the box of it that starts at `offset` of `full_shape`; on the CPU.
+
+    Each is the sum of twelve 16-bit uniform integers (Irwin-Hall: variance 12 × (2**32 - 1) / 12, nothing beyond 6
+    standard deviations), centred and times one fp64 constant: integers and one IEEE product, hence the same bits on
+    every machine.  Narrower dtypes are the fp64 value rounded once.  It is a function of (seed, name, flat index in
+    `full_shape`).
+    """
+    values = torch.empty(math.prod(shape), dtype=dtype, device="cpu")
+    key = _key("normal", seed, name)
+    words = torch.arange(_WORDS, device="cpu").mul_(_GAMMA).add_(key).unsqueeze(1)
+    scale = std / math.sqrt(2**32 - 1)
+    for start in range(0, values.numel(), _CHUNK):
+        stop = min(start + _CHUNK, values.numel())
+        index = _logical_index(torch.arange(start, stop, device="cpu"), shape, offset, full_shape)
+        hashes = _mix_(index.mul_(_WORDS).mul_(_GAMMA) + words)
+        values[start:stop] = (_lane_sum(hashes) - 6 * (_LEVELS - 1)).double().mul_(scale)
+    return values.view(*shape)
+
+
+def _logical_index(
+    flat: Tensor, shape: Sequence[int], offset: Sequence[int] | None, full_shape: Sequence[int] | None
+) -> Tensor:
+    """Flat indices in `shape`, as flat indices in `full_shape` of the box at `offset`."""
+    if offset is None and full_shape is None:
+        return flat
+    assert offset is not None, "a box needs its offset and the full shape"
+    assert full_shape is not None, "a box needs its offset and the full shape"
+    index = torch.zeros_like(flat)
+    stride = 1
+    for size, start, full in zip(reversed(shape), reversed(offset), reversed(full_shape), strict=True):
+        index += (flat % size + start) * stride
+        flat = flat // size
+        stride *= full
+    return index
+
+
+def _lane_sum(hashes: Tensor) -> Tensor:
+    """Sum over dim 0 of all unsigned 16-bit lanes: int64 [words, n] -> [n]."""
+    even = 0x0000FFFF0000FFFF
+    pairs = ((hashes & even) + ((hashes >> 16) & even)).sum(0)
+    return (pairs & 0xFFFFFFFF) + (pairs >> 32)

@@ -1,0 +1,234 @@
+"""A user's own model, by `model.target = "package.module:factory"`; docs/own_model.md is its page.
+
+The factory is called with `model.args` and returns either a kit (`fourfold.models.protocol.ModelKit`) or, for data
+parallel alone, simply an nn.Module whose forward takes the batch and returns (sum, count).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.models.protocol import BatchLike, ModelKit, Rule, parameter_rules
+from fourfold.spec.errors import FourfoldError, Problem, SpecError
+from fourfold.spec.model import ImportSpec
+
+_METHODS = ("build", "loss", "sharding", "blocks")
+
+
+class ImportedKit:
+    """A user's model as a `ModelKit`, with what it hands over checked.
+
+    Raises SpecError where the target cannot be imported, does not take `model.args`, or returns no model.
+    """
+
+    def __init__(self, spec: ImportSpec) -> None:
+        self._target = spec.target
+        factory = _find(spec.target)
+        _check_arguments(spec.target, factory, spec.args)
+        made = _call(spec.target, factory, spec.args)
+        if isinstance(made, nn.Module):
+            self._kit: ModelKit = _ModuleKit(factory, spec.args)
+        else:
+            self._kit = _as_kit(spec.target, made)
+
+    def build(self, seed: int, dtype: torch.dtype) -> nn.Module:
+        """See `ModelKit.build`; raises SpecError unless it is a module in `dtype` that the sharding table covers."""
+        module = self._kit.build(seed, dtype)
+        if not isinstance(module, nn.Module):
+            raise _error(
+                self._target,
+                found=f"build() returned {_described(module)}",
+                why="it must return the network",
+                instead="return module.to(dtype)",
+            )
+        others = [n for n, p in module.named_parameters() if p.is_floating_point() and p.dtype != dtype]
+        if others:
+            raise _error(
+                self._target,
+                found=f"build(seed, {dtype}) made {', '.join(others)} in another dtype",
+                why="the run and its proof choose the dtype of all parameters",
+                instead="return module.to(dtype)",
+            )
+        parameter_rules(self, module)
+        return module
+
+    def loss(self, module: nn.Module, batch: BatchLike) -> tuple[Tensor, Tensor]:
+        """See `ModelKit.loss`; raises SpecError unless it is a pair of scalar tensors."""
+        pair: object = self._kit.loss(module, batch)
+        if (
+            isinstance(pair, tuple)
+            and len(pair) == 2
+            and all(isinstance(part, Tensor) and part.dim() == 0 for part in pair)
+        ):
+            return pair
+        raise _error(
+            self._target,
+            found=f"the loss is {_described(pair)}",
+            why="it must be (sum over valid targets, count of valid targets), two scalar tensors",
+            instead="return loss_of_each_target[batch.valid].sum(), batch.valid.sum()",
+        )
+
+    def sharding(self) -> dict[str, Rule]:
+        """See `ModelKit.sharding`."""
+        return self._kit.sharding()
+
+    def blocks(self, module: nn.Module) -> tuple[str, ...]:
+        """See `ModelKit.blocks`."""
+        return self._kit.blocks(module)
+
+
+class _ModuleKit:
+    """A plain nn.Module as a kit: built under its seed, whole on every rank, without blocks."""
+
+    def __init__(self, factory: Callable[..., Any], args: dict[str, Any]) -> None:
+        self._factory = factory
+        self._args = args
+
+    def build(self, seed: int, dtype: torch.dtype) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module: nn.Module = self._factory(**self._args)
+        return module.to(dtype)
+
+    def loss(self, module: nn.Module, batch: BatchLike) -> tuple[Tensor, Tensor]:
+        return cast(tuple[Tensor, Tensor], module(batch))
+
+    def sharding(self) -> dict[str, Rule]:
+        return {"*": "replicate"}
+
+    def blocks(self, module: nn.Module) -> tuple[str, ...]:  # noqa: ARG002
+        return ()
+
+
+def _find(target: str) -> Callable[..., Any]:
+    """The factory itself."""
+    path, attribute = target.split(":")
+    module = _import(target, path)
+    factory = getattr(module, attribute, None)
+    if factory is None:
+        raise _error(
+            target,
+            found=f"{_place(module)} has no {attribute}",
+            why="the part after the colon names a function of the module",
+            instead=_nearest(
+                attribute, (name for name, value in vars(module).items() if callable(value)), path + ":"
+            ),
+        )
+    if not callable(factory):
+        raise _error(
+            target,
+            found=f"{attribute} is {_described(factory)}",
+            why="the part after the colon must be a function: it is called with model.args",
+            instead=f"def {attribute}(...): in {_place(module)}",
+        )
+    return cast(Callable[..., Any], factory)
+
+
+def _import(target: str, path: str) -> ModuleType:
+    """The module, with the working directory first on the path, as `python -m` has it."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if path != missing and not path.startswith(missing + "."):
+            raise _failed(target, error, f"importing {path} fails") from error
+        parent, _, name = missing.rpartition(".")
+        folders = list(sys.modules[parent].__path__) if parent else [here]
+        files = (entry for folder in folders if Path(folder).is_dir() for entry in Path(folder).iterdir())
+        names = (entry.stem for entry in files if entry.suffix == ".py" or entry.is_dir())
+        raise _error(
+            target,
+            found=f"no module {missing} (looked first in {here})",
+            why="the part before the colon is imported as Python would",
+            instead=_nearest(name, names, f"{parent}." if parent else "")
+            or "the module's dotted name, or start in the folder that holds it",
+        ) from error
+    except Exception as error:
+        raise _failed(target, error, f"importing {path} fails") from error
+
+
+def _check_arguments(target: str, factory: Callable[..., Any], args: dict[str, Any]) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:  # some builtins have none
+        return
+    try:
+        signature.bind(**args)
+    except TypeError as error:
+        raise _error(
+            target,
+            found=f"model.args = {args}: {error}",
+            why=f"the factory is called with model.args, and it takes {signature}",
+            instead="[model.args] with " + (", ".join(signature.parameters) or "nothing in it"),
+        ) from error
+
+
+def _call(target: str, factory: Callable[..., Any], args: dict[str, Any]) -> object:
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return factory(**args)
+    except FourfoldError:
+        raise
+    except Exception as error:
+        raise _failed(target, error, "the factory fails") from error
+
+
+def _as_kit(target: str, made: object) -> ModelKit:
+    missing = [name for name in _METHODS if not callable(getattr(made, name, None))]
+    if missing:
+        raise _error(
+            target,
+            found=f"the factory returned {_described(made)} without {', '.join(missing)}",
+            why=f"a model is an nn.Module, or an object with {', '.join(_METHODS)}",
+            instead="see docs/own_model.md and examples/own_model.py",
+        )
+    return cast(ModelKit, made)
+
+
+def _error(target: str, found: str, why: str, instead: str) -> SpecError:
+    return SpecError(Problem(asked=f'model.target = "{target}"', found=found, why=why, instead=instead))
+
+
+def _failed(target: str, error: Exception, what: str) -> SpecError:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return _error(
+        target,
+        found=f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})",
+        why=what,
+        instead="mend it there; --debug shows the whole traceback",
+    )
+
+
+def _nearest(name: str, names: Iterable[str], prefix: str) -> str:
+    """What was probably meant, or the names there are."""
+    known = sorted(known for known in names if not known.startswith("_"))
+    close = get_close_matches(name, known, n=1)
+    if close:
+        return prefix + close[0]
+    return "one of " + ", ".join(known[:8]) if known else ""
+
+
+def _place(module: ModuleType) -> str:
+    return getattr(module, "__file__", None) or module.__name__
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return "(" + ", ".join(_described(part) for part in value) + ")"
+    return f"a {type(value).__name__}"

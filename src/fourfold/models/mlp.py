@@ -1,0 +1,83 @@
+"""The multilayer perceptron: regression or classification of vectors.
+
+Letters: B rows, F features.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.models.draws import Draws
+from fourfold.models.initial import Linear, Start, fill
+from fourfold.models.loss import cross_entropy, squared_error
+from fourfold.models.protocol import BatchLike, Rule
+from fourfold.spec.model import MlpSpec
+
+# Widths are small and the layers few: whole on every rank.
+SHARDING: dict[str, Rule] = {"layers.*": "replicate", "output.*": "replicate"}
+
+
+class Mlp(nn.Module):
+    """Linear and ReLU `layers` times, then a Linear."""
+
+    def __init__(self, spec: MlpSpec) -> None:
+        super().__init__()
+        self.dropout = spec.dropout
+        widths = [spec.inputs, *[spec.hidden] * spec.layers]
+        self.layers = nn.ModuleList(
+            Linear(before, after, bias=spec.biases) for before, after in pairwise(widths)
+        )
+        self.output = Linear(spec.hidden, spec.outputs, bias=spec.biases)
+
+    def forward(self, features: Tensor, draws: Draws | None = None) -> Tensor:
+        """float [B, inputs] -> [B, outputs]; dropout after each hidden layer where `draws` are given."""
+        x = features
+        for index, layer in enumerate(self.layers):
+            x = F.relu(layer(x))
+            if draws is not None:
+                x = draws.dropout(x, self.dropout, f"layers.{index}")
+        outputs: Tensor = self.output(x)
+        return outputs
+
+
+class MlpKit:
+    """The perceptron as a `ModelKit`."""
+
+    def __init__(self, spec: MlpSpec) -> None:
+        self._spec = spec
+
+    def build(self, seed: int, dtype: torch.dtype) -> Mlp:
+        """See `ModelKit.build`."""
+        module = Mlp(self._spec)
+        fill(module, self._start, seed, dtype)
+        return module
+
+    def loss(self, module: nn.Module, batch: BatchLike) -> tuple[Tensor, Tensor]:
+        """See `ModelKit.loss`; features are taken in the parameters' dtype."""
+        dropping = module.training and self._spec.dropout > 0
+        draws = Draws(batch.seed, batch.step, batch.rows) if dropping else None
+        outputs = module(batch.inputs.to(next(module.parameters()).dtype), draws)
+        measure = squared_error if self._spec.task == "regression" else cross_entropy
+        return measure(outputs, batch.targets, batch.valid)
+
+    def sharding(self) -> dict[str, Rule]:
+        """See `ModelKit.sharding`."""
+        return dict(SHARDING)
+
+    def blocks(self, module: nn.Module) -> tuple[str, ...]:
+        """See `ModelKit.blocks`."""
+        return tuple(name for name, _ in module.named_modules() if name.startswith("layers."))
+
+    def _start(self, name: str) -> Start:
+        """He et al., arXiv 1502.01852, section 2.2: variance 2 / inputs before a ReLU, 1 / inputs at the end."""
+        if name.endswith("bias"):
+            return Start(0.0, 0.0)
+        if name == "output.weight":
+            return Start(0.0, math.sqrt(1 / self._spec.hidden))
+        inputs = self._spec.inputs if name.startswith("layers.0.") else self._spec.hidden
+        return Start(0.0, math.sqrt(2 / inputs))

@@ -1,0 +1,124 @@
+"""What a model is to the rest of Fourfold: built from a seed, a loss as (sum, count), a sharding table, blocks."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.spec.errors import Problem, SpecError
+
+Rule = Literal["column", "row", "vocabulary", "replicate"]
+"""How tensor parallel cuts a parameter.
+
+column      a Linear's weight or bias over its outputs (dim 0)
+row         a Linear's weight over its inputs (dim 1); its outputs are summed
+vocabulary  an embedding or output head over the vocabulary (dim 0)
+replicate   whole on every rank
+"""
+
+
+class BatchLike(Protocol):
+    """What a loss may read of a microbatch (`fourfold.data.batch.Batch` is one): B rows, T tokens, F features."""
+
+    @property
+    def inputs(self) -> Tensor:
+        """int64 [B, T] tokens, or float [B, F] features."""
+
+    @property
+    def targets(self) -> Tensor:
+        """int64 [B, T] tokens, float [B, F], or int64 [B] classes."""
+
+    @property
+    def valid(self) -> Tensor:
+        """bool [B, T] or [B]: which targets carry loss."""
+
+    @property
+    def documents(self) -> Tensor | None:
+        """int32 [B, T]: number of the document inside its row; None for vectors."""
+
+    @property
+    def rows(self) -> Tensor:
+        """int64 [B]: each row's place in the global batch."""
+
+    @property
+    def seed(self) -> int:
+        """Of the run."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer step, counted from 0."""
+
+
+class ModelKit(Protocol):
+    """A model and what the trainer needs to know about it; it knows no ranks."""
+
+    def build(self, seed: int, dtype: torch.dtype) -> nn.Module:
+        """The network on the CPU with parameters in `dtype`: a function of the seed alone."""
+
+    def loss(self, module: nn.Module, batch: BatchLike) -> tuple[Tensor, Tensor]:
+        """(sum over valid targets, in fp32 or wider; count of valid targets), two scalars on the batch's device."""
+
+    def sharding(self) -> dict[str, Rule]:
+        """Pattern of parameter names -> rule; `*` stands for anything; each parameter matches exactly one."""
+
+    def blocks(self, module: nn.Module) -> tuple[str, ...]:
+        """Names of the repeated submodules in order of execution: the units of sharding and recomputation."""
+
+
+class LossModule(nn.Module):
+    """A network and its loss as one module, so that a wrapper (DDP) sees the whole forward."""
+
+    def __init__(self, kit: ModelKit, module: nn.Module) -> None:
+        super().__init__()
+        self.kit = kit
+        self.module = module
+
+    def forward(self, batch: BatchLike) -> tuple[Tensor, Tensor]:
+        """(sum, count) of the microbatch; see `ModelKit.loss`."""
+        return self.kit.loss(self.module, batch)
+
+
+def parameter_rules(kit: ModelKit, module: nn.Module) -> dict[str, Rule]:
+    """The rule of each parameter of `module`, by its name.
+
+    Raises SpecError naming every parameter that matches no pattern or several, and every rule that does not exist.
+    """
+    table = kit.sharding()
+    problems = [
+        Problem(
+            asked=f'sharding rule "{rule}" for "{pattern}"',
+            found=f"the rules are {', '.join(get_args(Rule))}",
+            why="tensor parallel would not know how to cut the parameter",
+            instead=f'{{"{pattern}": "replicate"}} in the model\'s sharding()',
+        )
+        for pattern, rule in table.items()
+        if rule not in get_args(Rule)
+    ]
+    rules: dict[str, Rule] = {}
+    for name, _ in module.named_parameters():
+        matching = [pattern for pattern in table if fnmatchcase(name, pattern)]
+        if len(matching) == 1:
+            rules[name] = table[matching[0]]
+        else:
+            problems.append(_unmatched(name, matching))
+    if problems:
+        raise SpecError(problems)
+    return rules
+
+
+def _unmatched(name: str, matching: list[str]) -> Problem:
+    if matching:
+        found = "patterns " + " and ".join(f'"{pattern}"' for pattern in matching) + " match it"
+        instead = "patterns of which exactly one matches"
+    else:
+        found = "no pattern matches it"
+        instead = f'{{"{name}": "replicate"}} in the model\'s sharding()'
+    return Problem(
+        asked=f'the sharding rule of parameter "{name}"',
+        found=found,
+        why="each parameter needs exactly one rule",
+        instead=instead,
+    )

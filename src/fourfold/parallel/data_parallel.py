@@ -1,0 +1,53 @@
+"""Data parallel: every rank holds the whole model; gradients are summed over ranks, in buckets, during backward.
+
+Collectives: in the constructor a broadcast of parameters and buffers from rank 0; in each backward that syncs
+one all-reduce for each bucket on the data-parallel group, started as soon as the bucket's last gradient is
+ready, so that it overlaps with the rest of backward (Li et al., arXiv 2006.15704, section 3.2).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fourfold.spec.errors import CheckFailed, Problem
+from fourfold.spec.training import LayoutSpec
+
+
+def replicate(module: nn.Module, layout: LayoutSpec, device: torch.device) -> DistributedDataParallel:
+    """Wrap `module` so that its gradients are *averaged* over ranks after a backward that syncs.
+
+    module: on `device`, equal on every rank (the census has compared them).
+    """
+    return DistributedDataParallel(
+        module,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        bucket_cap_mb=layout.bucket_mib,
+        find_unused_parameters=layout.unused_parameters,
+        gradient_as_bucket_view=True,
+    )
+
+
+def check_reduced(wrapped: DistributedDataParallel) -> None:
+    """Refuse gradients of which a bucket was never reduced.
+
+    DDP waits for every parameter of a bucket; one that took no part in backward leaves the whole bucket
+    as each rank had it, without an error before the next forward.
+    Raises CheckFailed naming the parameters.
+    """
+    try:
+        # torch has no public name for it; the test of this file holds it
+        wrapped._check_reducer_finalized()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        idle = [name for name, parameter in wrapped.module.named_parameters() if parameter.grad is None]
+        raise CheckFailed(
+            Problem(
+                asked="gradients summed over all data-parallel ranks",
+                found="took no part in backward: "
+                + (", ".join(idle[:5]) or "parameters of an earlier microbatch only")
+                + (f" and {len(idle) - 5} more" if len(idle) > 5 else ""),
+                why="with layout.unused_parameters = false a bucket waits for every parameter in it and is not reduced",
+                instead="--set layout.unused_parameters=true",
+            )
+        ) from error

@@ -1,0 +1,199 @@
+"""What a run is expected to be, before any process starts: the plan `train` takes and `--dry-run` prints.
+
+Every figure is computed from the settled Spec; what is not computed is listed in `not_predicted`, never guessed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from textwrap import wrap
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+
+from fourfold.plan.parameters import CORRECTION, parameter_terms
+from fourfold.spec.grid import Grid
+from fourfold.spec.load import LoadedSpec
+from fourfold.spec.settle import settle
+from fourfold.spec.spec import Spec
+from fourfold.spec.training import HardwareSpec, LayoutSpec, PrecisionSpec
+from fourfold.spec.value import Value
+
+ADAM_MOMENTS = 2  # running means of the gradient and of its square: Kingma & Ba, arXiv 1412.6980, algorithm 1
+
+
+class StateBytes(Value):
+    """Bytes of one whole copy of the training state; with zero = 0 every data-parallel rank holds one."""
+
+    parameters: int
+    gradients: int
+    moments: int
+    total: int
+
+
+class RunPlan(Value):
+    """A run, predicted. None means not predicted; `not_predicted` says what and why."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    schema_version: Literal["fourfold.plan/1"] = Field(default="fourfold.plan/1", alias="schema")
+    spec: Spec  # settled
+    provenance: dict[str, str]  # where each non-default came from, by dotted key
+    world: int  # ranks in all
+    nproc: int  # ranks on this machine
+    command: tuple[str, ...]  # what was typed
+    steps: int  # optimizer steps
+    samples_per_step: int  # over all ranks, microbatches and accumulation
+    tokens_per_step: int | None  # places in those samples, padding included; None for vectors
+    parameters: int | None
+    parameter_terms: dict[str, int]  # parameters by term; empty if unknown
+    state_bytes: StateBytes | None
+    gradient_bytes_per_step: int | None  # sent by each rank in one step's all-reduce of gradients
+    not_predicted: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def make_run_plan(
+    loaded: LoadedSpec, world: int, command: Sequence[str], nproc: int | None = None
+) -> RunPlan:
+    """Predict the run of `loaded` on `world` ranks, `nproc` of them (default: all) on this machine.
+
+    Raises SpecError where layout or batch cannot be settled for `world`.
+    """
+    spec = settle(loaded.spec, world, loaded.provenance)
+    batch = spec.batch.global_batch
+    assert batch is not None, "a settled Spec has a global_batch"
+    nproc = world if nproc is None else nproc
+    terms = parameter_terms(spec.model)
+    state = None if terms is None else state_bytes(terms, spec.precision)
+    sent = None
+    if state is not None and not _cut_by(spec.layout):
+        sent = all_reduce_sent_bytes(state.gradients, Grid.of(spec.layout).degree("dp"))
+    sequence: int | None = getattr(spec.data, "sequence", None)
+    return RunPlan(
+        spec=spec,
+        provenance=dict(loaded.provenance),
+        world=world,
+        nproc=nproc,
+        command=tuple(command),
+        steps=spec.run.steps,
+        samples_per_step=batch,
+        tokens_per_step=None if sequence is None else batch * sequence,
+        parameters=None if terms is None else sum(terms.values()),
+        parameter_terms=terms or {},
+        state_bytes=state,
+        gradient_bytes_per_step=sent,
+        not_predicted=_not_predicted(spec),
+        notes=(*loaded.notes, *_notes(spec.hardware, nproc)),
+    )
+
+
+def element_bytes(precision: PrecisionSpec) -> int:
+    """Bytes of one parameter, gradient or moment: 4 (fp32, also under bf16 autocast), or 8 in fp64."""
+    return 8 if precision.compute == "fp64" else 4
+
+
+def state_bytes(terms: Mapping[str, int], precision: PrecisionSpec) -> StateBytes:
+    """Bytes of parameters, gradients and AdamW's two moments: 16 per fp32 parameter that a gradient moves.
+
+    terms: parameters by term, as `parameter_terms` gives them. Source: Rajbhandari et al., arXiv 1910.02054,
+    section 3.1 (there in mixed precision; here all four are of one dtype).
+    """
+    count = sum(terms.values())
+    trained = count - terms.get(CORRECTION, 0)
+    each = element_bytes(precision)
+    moments = ADAM_MOMENTS * each * trained
+    return StateBytes(
+        parameters=each * count,
+        gradients=each * trained,
+        moments=moments,
+        total=each * (count + trained) + moments,
+    )
+
+
+def all_reduce_sent_bytes(payload_bytes: int, ranks: int) -> int:
+    """Bytes each rank sends in one all-reduce of `payload_bytes` over `ranks`: 2 (n - 1) / n of them, rounded up.
+
+    Source: Patarasuk & Yuan, J. Parallel Distrib. Comput. 69 (2009), theorem 1: no all-reduce sends less, and a
+    ring sends just this.
+    """
+    return -(-2 * (ranks - 1) * payload_bytes // ranks)
+
+
+def _cut_by(layout: LayoutSpec) -> list[str]:
+    """The settings of a settled layout that cut the model or its state, so that no rank holds a whole copy."""
+    cutting = [axis for axis in ("pp", "cp", "tp", "ep", "dp_shard") if getattr(layout, axis) != 1]
+    return [*cutting, "zero"] if layout.zero else cutting
+
+
+def _not_predicted(spec: Spec) -> tuple[str, ...]:
+    missing = [
+        "activations kept from forward to backward",
+        "logits and the loss's workspace",
+        "gradient buckets and other buffers of communication",
+        "what torch, its allocator and the loader take for themselves",
+        "time of a step",
+    ]
+    if spec.model.kind == "import":
+        missing.append("parameters, state and traffic of an imported model: known once it is built")
+    elif cut := _cut_by(spec.layout):
+        named = ", ".join(f"layout.{axis}" for axis in cut)
+        missing.append(
+            f"each rank's part of the state, and traffic, under {named} (bytes are of a whole copy)"
+        )
+    if spec.precision.compute in ("bf16", "fp16"):
+        missing.append(f"{spec.precision.compute} copies of weights that autocast makes")
+    return tuple(missing)
+
+
+def _notes(hardware: HardwareSpec, nproc: int) -> tuple[str, ...]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hardware.device == "cuda" or nproc <= cores:
+        return ()
+    return (
+        f"{nproc} ranks share {cores} cores: slower steps, same results (--nproc {cores}: a core for each)",
+    )
+
+
+def _lines(plan: RunPlan) -> list[str]:
+    """The plan as text, at most 80 columns wide."""
+    batch, grid = plan.spec.batch, Grid.of(plan.spec.layout)
+    step = (
+        f"{plan.samples_per_step:,} samples = micro {batch.micro_batch} × accumulation {batch.accumulation}"
+    )
+    step += f" × data parallel {grid.degree('dp')}"
+    if plan.tokens_per_step is not None:
+        step += f"; {plan.tokens_per_step:,} tokens"
+    rows = [
+        (
+            "run",
+            f"{plan.spec.name}: {plan.steps:,} steps on {plan.world} ranks, {plan.nproc} on this machine",
+        ),
+        ("step", step),
+        ("model", "unknown" if plan.parameters is None else f"{plan.parameters:,} parameters"),
+    ]
+    if plan.state_bytes is not None:
+        state = plan.state_bytes
+        parts = ("parameters", "gradients", "moments")
+        text = ", ".join(f"{part} {_size(getattr(state, part))}" for part in parts)
+        held = "a whole copy" if _cut_by(plan.spec.layout) else "on every rank"
+        rows.append(("state", f"{_size(state.total)} {held}: {text}"))
+    if plan.gradient_bytes_per_step is not None:
+        sent = _size(plan.gradient_bytes_per_step)
+        rows.append(("traffic", f"{sent} sent by each rank per step: all-reduce of gradients"))
+    rows.append(("no figure", "; ".join(plan.not_predicted)))
+    rows += [("note", note) for note in plan.notes]
+    return [
+        line
+        for name, text in rows
+        for line in wrap(text, 80, initial_indent=f"{name:<11}", subsequent_indent=" " * 11)
+    ]
+
+
+def _size(count: int) -> str:
+    """Bytes, for people: GiB from 1 GiB up, else MiB."""
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.2f} MiB"

@@ -1,0 +1,41 @@
+"""The four parts of every error of the record: which file, what the system said, what is kept."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+from fourfold.spec.errors import DataError, Problem
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+def unwritable(path: Path, error: OSError, what: str, kept: str) -> DataError:
+    """A file that cannot be written; `kept` says what of it is safe."""
+    if error.errno in _FULL:
+        instead = f"df -h {path.parent}  (free some space there, or --set run.dir=ANOTHER/PLACE)"
+    elif error.errno in _FORBIDDEN:
+        instead = f"ls -ld {path.parent}  (shows who may write there; or --set run.dir=ANOTHER/PLACE)"
+    else:
+        instead = "--set run.dir=ANOTHER/PLACE"
+    return DataError(
+        Problem(
+            asked=f"{what}: {path}",
+            found=error.strerror or str(error),
+            why=f"a run that cannot keep its record cannot prove anything; {kept}",
+            instead=instead,
+        )
+    )
+
+
+def unreadable(path: Path, found: str) -> DataError:
+    """A file of the record that is missing or damaged."""
+    return DataError(
+        Problem(
+            asked=f"read {path}",
+            found=found,
+            why="this part of the record is missing or damaged; the files beside it can still be read",
+            instead=f"ls -l {path.parent}",
+        )
+    )

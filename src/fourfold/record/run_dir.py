@@ -1,0 +1,172 @@
+"""The run directory: what each file in it is called, how a name is claimed, and how one is found again."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fourfold.record.problems import unwritable
+from fourfold.spec.errors import Problem, SpecError
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """The names in a run directory; makes nothing and reads nothing."""
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", Path(self.path))
+
+    @property
+    def spec_toml(self) -> Path:
+        """The request, verbatim."""
+        return self.path / "spec.toml"
+
+    @property
+    def spec_json(self) -> Path:
+        """The request, resolved, with where each non-default came from."""
+        return self.path / "spec.json"
+
+    @property
+    def plan_json(self) -> Path:
+        """What was predicted."""
+        return self.path / "plan.json"
+
+    @property
+    def env_json(self) -> Path:
+        """The machine, the versions and the code."""
+        return self.path / "env.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One line per optimizer step, one per validation; reduced over all ranks."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events_dir(self) -> Path:
+        """One file of events per rank."""
+        return self.path / "events"
+
+    def events(self, rank: int) -> Path:
+        """What one rank did."""
+        return self.events_dir / f"rank{rank}.jsonl"
+
+    @property
+    def findings(self) -> Path:
+        """What was checked: one JSON document per check."""
+        return self.path / "findings"
+
+    @property
+    def failures_md(self) -> Path:
+        """What went wrong, for people; there only if something did."""
+        return self.path / "failures.md"
+
+    @property
+    def failures_dir(self) -> Path:
+        """What went wrong, rank by rank, and the failure bundles."""
+        return self.path / "failures"
+
+    @property
+    def report_html(self) -> Path:
+        """The report, for people."""
+        return self.path / "report.html"
+
+    @property
+    def report_json(self) -> Path:
+        """The report, for programs."""
+        return self.path / "report.json"
+
+    @property
+    def log(self) -> Path:
+        """What was said on stderr."""
+        return self.path / "log.txt"
+
+    @property
+    def is_run(self) -> bool:
+        """Whether this is a run directory: the resolved request is the first thing written into one."""
+        return os.path.isfile(self.spec_json)  # False, not an error, where we may not look
+
+
+def claim(path: Path | str) -> RunDir:
+    """Make a new run directory; of several processes that try, exactly one succeeds.
+
+    SpecError names the next free name if the path exists already; DataError if it cannot be made.
+    """
+    run = RunDir(Path(path))
+    try:
+        run.path.parent.mkdir(parents=True, exist_ok=True)
+        run.path.mkdir()
+    except FileExistsError as error:
+        if not os.path.exists(run.path):  # it was a parent that is a file
+            raise unwritable(run.path, error, "make the run directory", "nothing was written") from error
+        free = next_free(run.path.parent, _stem(run.path.name))
+        raise SpecError(
+            Problem(
+                asked=f"run.dir = {str(run.path)!r}",
+                found="that name is used already",
+                why="a run never writes over another one's record",
+                instead=f"--set run.dir={free}",
+            )
+        ) from error
+    except OSError as error:
+        raise unwritable(run.path, error, "make the run directory", "nothing was written") from error
+    return run
+
+
+def next_free(root: Path | str, name: str) -> Path:
+    """`root/<name>-<n>`, n one above the largest in use (so later runs sort later); claims nothing."""
+    root = Path(root)
+    pattern = re.compile(re.escape(name) + r"-(\d+)")
+    used = [int(match[1]) for child in _children(root) if (match := pattern.fullmatch(child.name))]
+    return root / f"{name}-{max(used, default=0) + 1}"
+
+
+def claim_next(root: Path | str, name: str) -> RunDir:
+    """Claim `next_free(root, name)`; tries the following number when another process was quicker."""
+    while True:
+        path = next_free(root, name)
+        try:
+            return claim(path)
+        except SpecError:
+            if not path.exists():
+                raise
+
+
+def nearest_run(path: Path | str) -> Path | None:
+    """The run directory probably meant: around, inside, then beside `path`; else the newest in `runs`."""
+    path = Path(path)
+    for around in (path, *path.absolute().parents):
+        if RunDir(around).is_run:
+            return around
+    inside = _runs_in(path) or _runs_in(path / "runs")
+    if inside:
+        return inside[0]
+    beside = {run.name: run for run in reversed(_runs_in(path.parent))}
+    close = difflib.get_close_matches(path.name, list(beside), n=1)
+    if close:
+        return beside[close[0]]
+    others = _runs_in(Path("runs"))
+    return others[0] if others else None
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """Run directories directly in a folder, newest first."""
+    runs = [child for child in _children(folder) if RunDir(child).is_run]
+    return sorted(runs, key=lambda run: (run.stat().st_mtime_ns, run.name), reverse=True)
+
+
+def _children(folder: Path) -> Iterator[Path]:
+    try:
+        yield from folder.iterdir()
+    except OSError:
+        return
+
+
+def _stem(name: str) -> str:
+    """`tiny` of `tiny-3`: the part that is numbered."""
+    return re.sub(r"-\d+$", "", name) or name

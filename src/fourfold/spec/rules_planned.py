@@ -1,0 +1,63 @@
+"""What can be planned with but not trained yet: one row a setting, with the value that can be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fourfold.spec.errors import Problem
+from fourfold.spec.keys import toml_word
+from fourfold.spec.rules_model import decoder_of
+from fourfold.spec.spec import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A setting that training does not support yet: `value` reads it, `plain` is what is supported in its place."""
+
+    key: str
+    value: Callable[[Spec], object]
+    plain: object
+    what: str
+
+    def __call__(self, spec: Spec) -> Problem | None:
+        value = self.value(spec)
+        if value == self.plain:
+            return None
+        table = self.plain is None
+        return Problem(
+            asked=f"train with [{self.key}]" if table else f"train with {self.key} = {toml_word(value)}",
+            found=f"{self.what}, which is planned for but not trained yet",
+            why="this version trains data parallel: whole copies of a dense model on dp_replicate ranks",
+            instead=f"a Spec without [{self.key}]" if table else self._instead(spec),
+        )
+
+    def _instead(self, spec: Spec) -> str:
+        word = toml_word(self.plain).strip('"')
+        axis = self.key.startswith("layout.") and isinstance(self.value(spec), int | str) and self.plain == 1
+        refill = axis and spec.layout.dp_replicate != "auto"
+        return f"--set {self.key}={word}" + (" --set layout.dp_replicate=auto" if refill else "")
+
+
+PLANNED = (
+    Planned("layout.pp", lambda spec: spec.layout.pp, 1, "pipeline parallel"),
+    Planned("layout.cp", lambda spec: spec.layout.cp, 1, "context parallel"),
+    Planned("layout.tp", lambda spec: spec.layout.tp, 1, "tensor parallel"),
+    Planned("layout.ep", lambda spec: spec.layout.ep, 1, "expert parallel"),
+    Planned("layout.dp_shard", lambda spec: spec.layout.dp_shard, 1, "sharded data parallel"),
+    Planned("layout.zero", lambda spec: spec.layout.zero, 0, "sharding of the training state"),
+    Planned("layout.sp", lambda spec: spec.layout.sp, False, "sequence parallel"),
+    Planned("model.moe", lambda spec: getattr(decoder_of(spec), "moe", None), None, "a mixture of experts"),
+    Planned("model.mla", lambda spec: getattr(decoder_of(spec), "mla", None), None, "latent attention"),
+    Planned(
+        "model.mtp_layers", lambda spec: getattr(spec.model, "mtp_layers", 0), 0, "multi-token prediction"
+    ),
+    Planned(
+        "precision.compute",
+        lambda spec: "fp16" if spec.precision.compute == "fp16" else "bf16",
+        "bf16",
+        "half precision with loss scaling",
+    ),
+    Planned("run.exact", lambda spec: spec.run.exact, False, "the exact mode"),
+    Planned("checkpoint.every", lambda spec: spec.checkpoint.every, 0, "saving checkpoints"),
+)

@@ -1,0 +1,81 @@
+"""Before the first step: all ranks hold the same Spec, code, data and parameters, in a world of the size asked for.
+
+It runs before the model is spread: spreading copies rank 0's parameters over those of the others, after which a
+difference could no longer be seen.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import nn
+
+from fourfold.collectives.agree import agree
+from fourfold.launch.rank import Rank
+from fourfold.record.environment import source_hash
+from fourfold.spec.errors import CheckFailed, Problem
+from fourfold.spec.grid import Grid
+from fourfold.spec.model import ImportSpec
+from fourfold.spec.spec import Spec
+
+
+def parameter_hash(model: nn.Module) -> str:
+    """xxh3-128 over names, shapes, dtypes and bytes of every parameter and buffer, in order of name."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return str(digest.hexdigest())
+
+
+def code_hash(spec: Spec) -> str:
+    """The package's sources, and the file of an imported model."""
+    digest = xxhash.xxh3_128(source_hash().encode())
+    if isinstance(spec.model, ImportSpec):
+        found = importlib.util.find_spec(spec.model.target.partition(":")[0])
+        if found is not None and found.origin is not None:
+            digest.update(Path(found.origin).read_bytes())
+    return str(digest.hexdigest())
+
+
+def check_world(spec: Spec, rank: Rank) -> None:
+    """The settled layout's product is the number of ranks there are, or CheckFailed."""
+    asked = Grid.of(spec.layout).world
+    if asked != rank.world:
+        raise CheckFailed(
+            Problem(
+                asked=f"a world of {asked} ranks",
+                found=f"{rank.world} ranks have joined",
+                why="batch arithmetic, sample order and learning rate were settled for another world",
+                instead=f"start {asked} ranks, or ask for a layout of {rank.world}",
+            )
+        )
+
+
+def check_request(spec: Spec, rank: Rank, data_hash: str) -> dict[str, str]:
+    """Compare what was asked, the code, the data and the versions over ranks; returns what was compared.
+
+    Collectives: one all-gather of objects.
+    Raises CheckFailed naming what differs and on which rank.
+    """
+    held = {
+        "Spec": str(xxhash.xxh3_128_hexdigest(spec.model_dump_json().encode())),
+        "code": code_hash(spec),
+        "training data": data_hash,
+        "torch version": torch.__version__,
+        "Python version": platform.python_version(),
+    }
+    agree(held)
+    check_world(spec, rank)
+    return held
+
+
+def check_parameters(model: nn.Module) -> dict[str, str]:
+    """Compare the initial parameters and buffers over ranks. Collectives and errors as in `check_request`."""
+    held = {"initial parameters": parameter_hash(model)}
+    agree(held)
+    return held

@@ -1,0 +1,64 @@
+"""The loop, on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+from fourfold.data.batch import Batch
+from fourfold.launch.rank import Joined
+from fourfold.launch.stop import StopRequest
+from fourfold.plan.run_plan import RunPlan
+from fourfold.record.run_dir import RunDir
+from fourfold.train.bundle import keeping_bundle
+from fourfold.train.finite import refuse_nonfinite
+from fourfold.train.recorder import Recorder
+from fourfold.train.setup import Training, open_training
+from fourfold.train.step import accumulate, agree_totals, clip, update
+from fourfold.train.validation import validate
+
+Ending = Literal["finished", "stopped"]
+
+
+def train(
+    plan: RunPlan, joined: Joined, run: RunDir, stop: StopRequest, beat: Callable[[int, str], None]
+) -> Ending:
+    """Train as planned, on this rank; every rank of the world calls it with the same plan.
+
+    Collectives of a step: one tiny sum before its first backward, the gradients' reduction in its last.
+    Raises CheckFailed for a failed check, DataError for data or records, what torch raises when a peer is gone.
+    """
+    with open_training(plan.spec, joined, beat=beat) as training, Recorder(training, plan, run) as record:
+        warm_up(training)
+        record.started()
+        for step, batches in steps(training):
+            with keeping_bundle(training, run, step, batches):
+                pending = agree_totals(batches, stop.requested)
+                pair, totals = accumulate(training, batches, pending)
+                norm = clip(training)
+                refuse_nonfinite(training, step, pair, norm)
+                rate = update(training, step)
+            record.step(step, batches, pair, norm, rate, totals)
+            if totals.stop:
+                return record.ended("stopped", step)
+            if validation_is_due(training, step):
+                record.validation(step, validate(training, step))
+        return record.ended("finished", plan.steps - 1)
+
+
+def steps(training: Training) -> Iterator[tuple[int, Sequence[Batch]]]:
+    """The steps of the run, from 0, each with this rank's microbatches."""
+    return enumerate(training.loader.steps(0, training.spec.run.steps))
+
+
+def warm_up(training: Training) -> None:
+    """One mock batch, the largest the loader can give: what is too large, or takes no part, shows before step 1."""
+    batch = training.loader.mock()
+    accumulate(training, [batch], agree_totals([batch], stop_requested=False))
+    training.optimizer.zero_grad(set_to_none=True)
+
+
+def validation_is_due(training: Training, step: int) -> bool:
+    """After every `run.validate_every` steps, and after the last."""
+    run = training.spec.run
+    return step + 1 == run.steps or (run.validate_every > 0 and (step + 1) % run.validate_every == 0)

@@ -1,0 +1,97 @@
+"""Metrics of every step, summed over ranks once per logging interval; in between nothing waits for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fourfold.collectives.sums import sum_floats
+from fourfold.data.batch import Batch
+from fourfold.record.writer import JsonLines
+from fourfold.spec.errors import CheckFailed, Problem
+from fourfold.train.setup import Training
+from fourfold.train.step import LossPair, Totals
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    step: int
+    pair: LossPair
+    norm: Tensor
+    rate: float
+    totals: Totals
+    tokens: tuple[int, int]
+
+
+class Meter:
+    """Collects steps and writes one line of metrics for each; rank 0 has `lines`, the others None."""
+
+    def __init__(self, training: Training, lines: JsonLines | None) -> None:
+        self._training = training
+        self._lines = lines
+        self._pending: list[_Pending] = []
+        self._since = time.perf_counter()
+
+    def restart_clock(self) -> None:
+        """Leave out of the rates what was not training (validation)."""
+        self._since = time.perf_counter()
+
+    def add(
+        self, step: int, batches: Sequence[Batch], pair: LossPair, norm: Tensor, rate: float, totals: Totals
+    ) -> None:
+        """One finished step (from 0). Nothing is read from the device here."""
+        tokens = (sum(batch.processed for batch in batches), sum(batch.nonpadding for batch in batches))
+        self._pending.append(_Pending(step, pair, norm, rate, totals, tokens))
+
+    def flush(self) -> dict[str, float] | None:
+        """Sum what was collected over ranks and write it; returns the newest line, None if there was nothing.
+
+        Collectives: one all-reduce of four fp64 numbers per collected step, on the CPU.
+        Raises CheckFailed if the model's own count of targets is not that of the batches.
+        """
+        if not self._pending:
+            return None
+        steps, self._pending = self._pending, []
+        device_part = torch.stack([torch.stack([s.pair.sum, s.pair.count.double()]) for s in steps]).cpu()
+        host_part = torch.tensor([s.tokens for s in steps], dtype=torch.float64)
+        summed = sum_floats(torch.cat([device_part, host_part], dim=1)).tolist()
+        norms = torch.stack([s.norm for s in steps]).tolist()
+        now = time.perf_counter()
+        step_s = (now - self._since) / len(steps)
+        self._since = now
+        line: dict[str, float] = {}
+        for pending, norm, (loss_sum, count, processed, nonpadding) in zip(steps, norms, summed, strict=True):
+            _check_count(pending, int(count))
+            line = {
+                "step": pending.step + 1,
+                "loss": loss_sum / max(count, 1.0),
+                "grad_norm": norm,
+                "lr": pending.rate,
+                "tokens": int(processed),
+                "nonpadding": int(nonpadding),
+                "loss_tokens": int(count),
+                "step_s": step_s,
+                "tokens_per_s": processed / step_s,
+                "nonpadding_per_s": nonpadding / step_s,
+                "loss_tokens_per_s": count / step_s,
+                "time": time.time(),
+            }
+            if self._lines is not None:
+                self._lines.write(line)
+        return line
+
+
+def _check_count(pending: _Pending, counted: int) -> None:
+    if counted != pending.totals.count:
+        raise CheckFailed(
+            Problem(
+                asked=f"the loss of step {pending.step + 1} over {pending.totals.count} valid targets",
+                found=f"the model's loss counted {counted}",
+                why="the gradient was divided by the batch's count: it is off by the ratio of the two",
+                instead="let the model's loss count the same targets as batch.valid (see docs/own_model.md)",
+            )
+        )

@@ -1,0 +1,121 @@
+"""What a run writes down while it goes: events of every rank, metrics and the story of rank 0."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+from torch import Tensor
+
+from fourfold.data.batch import Batch
+from fourfold.plan.run_plan import RunPlan
+from fourfold.record.run_dir import RunDir
+from fourfold.record.writer import JsonLines
+from fourfold.spec.errors import DataError
+from fourfold.train.finite import refuse_nonfinite_line
+from fourfold.train.meter import Meter
+from fourfold.train.setup import Training
+from fourfold.train.step import LossPair, Totals
+from fourfold.train.story import Story
+from fourfold.train.validation import ValidationResult
+
+
+class Recorder:
+    """One writer for a rank's share of the run directory."""
+
+    def __init__(self, training: Training, plan: RunPlan, run: RunDir) -> None:
+        self._training = training
+        self._plan = plan
+        self._run = run
+        self._rank = training.joined.rank.rank
+
+    def __enter__(self) -> Recorder:
+        self._events = JsonLines(self._run.events(self._rank))
+        self._metrics = JsonLines(self._run.metrics) if self._rank == 0 else None
+        self._story = Story(self._run.log, speaks=self._rank == 0)
+        self._meter = Meter(self._training, self._metrics)
+        self._event("census", 0, **self._training.census)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._story.close()
+        try:
+            if error is not None:
+                self._event("failure", -1, error=f"{type(error).__name__}: {error}")
+            self._events.close()
+            if self._metrics is not None:
+                self._metrics.close()
+        except DataError:
+            if error is None:  # a full disk must not hide what ended the run
+                raise
+
+    def started(self) -> None:
+        """The census holds, the mock batch went through: step 1 comes next."""
+        training = self._training
+        self._event(
+            "start", 0, pid=os.getpid(), world=training.joined.rank.world, device=str(training.device)
+        )
+        for note in (*self._plan.notes, *training.sources.notes):
+            self._story.say(f"note: {note}")
+        per_epoch = training.schedule.steps_per_epoch
+        self._story.say(
+            f"{self._plan.steps} steps of {training.spec.batch.global_batch} samples on "
+            f"{training.joined.rank.world} ranks; one epoch is {per_epoch} steps ({len(training.sources.train)} samples)"
+        )
+        self._meter.restart_clock()
+
+    def step(
+        self, step: int, batches: Sequence[Batch], pair: LossPair, norm: Tensor, rate: float, totals: Totals
+    ) -> None:
+        """One finished step (from 0); every `run.log_every` steps the metrics are summed and written."""
+        ids = [sample for batch in batches for sample in batch.sample_ids.tolist()]
+        self._event("step", step + 1, epoch=batches[0].epoch, sample_ids=ids)
+        self._meter.add(step, batches, pair, norm, rate, totals)
+        last = step + 1 == self._plan.steps or totals.stop
+        due = last or (step + 1) % self._training.spec.run.log_every == 0
+        text = f"step {step + 1}/{self._plan.steps}"
+        if due:
+            line = self._meter.flush()
+            assert line is not None
+            refuse_nonfinite_line(line)
+            unit = "tokens" if self._plan.tokens_per_step is not None else "vectors"
+            text += (
+                f"  loss {line['loss']:.4f}  norm {line['grad_norm']:.3f}  lr {line['lr']:.2e}"
+                f"  {line['tokens_per_s']:,.0f} {unit}/s"
+            )
+        if due:
+            self._story.progress(text)
+        else:
+            self._story.progress_if_silent(text)
+
+    def validation(self, step: int, result: ValidationResult | None) -> None:
+        """What the validation after `step` (from 0) gave."""
+        if result is not None:
+            values = {
+                "validation_loss": result.loss,
+                "validation_tokens": result.targets,
+                "validation_samples": result.samples,
+            }
+            self._event("validation", step + 1, **values)
+            if self._metrics is not None:
+                self._metrics.write({"step": step + 1, "time": time.time(), **values})
+            self._story.say(
+                f"step {step + 1}/{self._plan.steps}  validation loss {result.loss:.4f}"
+                f" over {result.samples:,} samples"
+            )
+        self._meter.restart_clock()
+
+    def ended(self, ending: Literal["finished", "stopped"], step: int) -> Literal["finished", "stopped"]:
+        """The run ends in good order after `step` (from 0)."""
+        self._event("end", step + 1, ending=ending)
+        if ending == "stopped":
+            self._story.say(f"stopped by a signal after step {step + 1}")
+        return ending
+
+    def _event(self, kind: str, step: int, **values: Any) -> None:
+        self._events.write({"t": time.time(), "rank": self._rank, "step": step, "kind": kind, **values})

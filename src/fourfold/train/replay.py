@@ -1,0 +1,128 @@
+"""Run the step of a failure bundle again, on one device, and say where it goes wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from fourfold.data.batch import Batch
+from fourfold.models.protocol import LossModule
+from fourfold.models.registry import kit_for
+from fourfold.spec.errors import DataError, Problem
+from fourfold.spec.spec import Spec
+from fourfold.train.bundle import SCHEMA
+from fourfold.train.precision import autocast, parameter_dtype
+
+REPLAY_SCHEMA = "fourfold.replay/1"
+
+
+def replay(folder: Path) -> dict[str, Any]:
+    """Forward and backward of the bundle's microbatches from the parameters of that moment, on the CPU.
+
+    Returns a document: for each microbatch loss sum and count; the first module whose output, or whose output's
+    gradient, is not finite; the gradient norm of these microbatches; whether the failure came again.
+    Raises DataError if the bundle cannot be read.
+    """
+    bundle, tensors = _read(folder)
+    spec = Spec.model_validate_json(json.dumps(bundle["spec"]))
+    kit = kit_for(spec)
+    model = kit.build(spec.run.seed, parameter_dtype(spec.precision))
+    model.load_state_dict({name[6:]: value for name, value in tensors.items() if name.startswith("model.")})
+    loss_module = LossModule(kit, model)
+    device = torch.device("cpu")
+    # The other ranks' counts are not in the bundle: the mean is over this rank's targets.
+    count = max(sum(bundle["valid_targets"]), 1)
+    rows, error = [], None
+    with first_nonfinite(model) as found:
+        for index, batch in enumerate(_batches(bundle, tensors)):
+            try:
+                with autocast(spec.precision, device):
+                    loss_sum, targets = loss_module(batch)
+                (loss_sum / count).backward()
+            except Exception as raised:
+                error = f"{type(raised).__name__}: {raised}"
+                break
+            rows.append({"microbatch": index, "loss_sum": float(loss_sum.detach()), "targets": int(targets)})
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))) if gradients else 0.0
+    return {
+        "schema": REPLAY_SCHEMA,
+        "bundle": str(folder),
+        "step": bundle["step"],
+        "rank": bundle["rank"],
+        "recorded_error": bundle["error"],
+        "microbatches": rows,
+        "grad_norm": norm,
+        "error": error,
+        "first_nonfinite": found[0] if found else None,
+        "reproduced": error is not None or bool(found) or not torch.isfinite(torch.tensor(norm)).item(),
+    }
+
+
+@contextmanager
+def first_nonfinite(model: nn.Module) -> Iterator[list[str]]:
+    """Collect, in execution order, "module: forward|backward" wherever a non-finite value shows first."""
+    found: list[str] = []
+
+    def check(name: str, phase: str, value: object) -> None:
+        if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            found.append(f"{name or '(the model)'}: {phase}")
+
+    def watch(name: str, module: nn.Module) -> list[Any]:
+        def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
+            for value in output if isinstance(output, tuple) else (output,):
+                check(name, "forward", value)
+                if isinstance(value, Tensor) and value.requires_grad:
+                    value.register_hook(partial(check, name, "backward"))  # type: ignore[no-untyped-call]
+
+        return [module.register_forward_hook(after_forward)]
+
+    handles = [handle for name, module in model.named_modules() for handle in watch(name, module)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        bundle = json.loads((folder / "bundle.json").read_text(encoding="utf-8"))
+        tensors = load_file(folder / "tensors.safetensors")
+        if not isinstance(bundle, dict) or bundle.get("schema") != SCHEMA:
+            raise ValueError(f"its schema is not {SCHEMA}")
+        Spec.model_validate_json(json.dumps(bundle["spec"]))
+    except (OSError, ValueError, KeyError, SafetensorError, ValidationError) as error:
+        raise DataError(
+            Problem(
+                asked=f"the failure bundle {folder}",
+                found=str(error),
+                why="a bundle is a folder with bundle.json and tensors.safetensors, as a failed run leaves it",
+                instead="fourfold replay RUN/failures/step-…-rank…",
+            )
+        ) from error
+    return bundle, tensors
+
+
+def _batches(bundle: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[Batch]:
+    for index, facts in enumerate(bundle["microbatches"]):
+        prefix = f"batch.{index}."
+        arrays = {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
+        yield Batch(
+            **{"documents": None, **arrays},  # type: ignore[arg-type]
+            seed=facts["seed"],
+            step=facts["step"],
+            epoch=facts["epoch"],
+            processed=facts["processed"],
+            nonpadding=facts["nonpadding"],
+        )

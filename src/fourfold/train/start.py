@@ -1,0 +1,48 @@
+"""From a plan to a run: claim its directory, write down what was asked, start the ranks. Imports no torch itself."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fourfold.plan.run_plan import RunPlan
+from fourfold.record.environment import environment
+from fourfold.record.run_dir import RunDir, claim, claim_next
+from fourfold.record.writer import write_json, write_request
+
+if TYPE_CHECKING:
+    from fourfold.launch.watch import Outcome
+
+RUNS = Path("runs")
+
+
+def open_run(plan: RunPlan, text: str) -> RunDir:
+    """Claim `run.dir`, or the next free runs/<name>-<n>, and write the request, the plan and the environment into it.
+
+    text: the TOML that was asked with, kept verbatim.
+
+    Raises SpecError for a name in use, DataError if it cannot be written.
+    """
+    wanted = plan.spec.run.dir
+    run = claim(wanted) if wanted is not None else claim_next(RUNS, plan.spec.name)
+    write_request(run, plan.spec, plan.provenance, text)
+    write_json(run.plan_json, plan)
+    write_json(run.env_json, environment())
+    return run
+
+
+def start(plan: RunPlan, run: RunDir) -> Outcome:
+    """Run the plan's ranks on this machine to their end; how they ended, failures told on stderr."""
+    from fourfold.launch.agent import Launch, launch
+
+    return launch(
+        Launch(
+            command=(sys.executable, "-m", "fourfold.train.rank", str(run.path)),
+            nproc=plan.nproc,
+            run_dir=run.path,
+            timeout_s=plan.spec.run.timeout_s,
+            grace_s=plan.spec.run.grace_s,
+            threads_per_rank=plan.spec.hardware.threads_per_rank,
+        )
+    )

@@ -1,0 +1,205 @@
+"""From the gaps that ranks measured to findings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from fourfold.record.finding import Finding
+from fourfold.spec.errors import RankFailed
+from fourfold.spec.spec import Spec
+from fourfold.verify.deviation import Deviation
+from fourfold.verify.measure import (
+    GATE_EPS,
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    NORM_TOLERANCE,
+    PARAMETER_TOLERANCE,
+    PARAMETER_TOLERANCE_OWN_EPS,
+    relative_gap,
+    within,
+    worst,
+)
+from fourfold.verify.on_rank import RankGaps
+from fourfold.verify.reference import Reference
+
+Place = tuple[float, int, int, str]  # gap, step (from 0), rank, tensor
+
+
+@dataclass(slots=True)
+class Judge:
+    """Findings of one equality check, and the numbers its document holds.
+
+    worst_gate: over loss, gradients, norm and parameters at the gate's eps; worst_own_eps: over parameters at the
+    Spec's, None if not run. tensors: by parameter, the worst gap of its gradient and of its final value.
+    first_failed_step: how many steps must run to show the first failure.
+    """
+
+    command: str
+    changes: list[str]
+    findings: list[Finding] = field(default_factory=list)
+    worst_gate: float = inf
+    worst_own_eps: float | None = None
+    tensors: dict[str, dict[str, float]] = field(default_factory=dict)
+    first_failed_step: int | None = None
+    _clipped: tuple[int, int] = (0, 0)
+    _valid: list[list[int]] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        return any(finding.verdict == "fail" for finding in self.findings)
+
+    def gate(self, ranks: Sequence[RankGaps], reference: Reference) -> None:
+        """Loss, gradients, norm of every step and the final parameters, of every rank, at the gate's eps."""
+        steps = range(len(reference.steps))
+        losses = [(_loss_gap(ranks, reference, step), step, 0, "loss") for step in steps]
+        norms = [
+            (
+                relative_gap(rank.steps[step].norm, reference.steps[step].norm, 0.0),
+                step,
+                number,
+                "global norm",
+            )
+            for number, rank in enumerate(ranks)
+            for step in steps
+        ]
+        gradients = [
+            (gap, step, number, name)
+            for number, rank in enumerate(ranks)
+            for step in steps
+            for name, gap in rank.steps[step].gradients.items()
+        ]
+        parameters = _parameter_places(ranks)
+        self._fact("loss of every step", losses, LOSS_TOLERANCE)
+        self._counts(ranks, reference)
+        self._fact("every gradient before clipping, every step, every rank", gradients, GRADIENT_TOLERANCE)
+        self._fact("gradient norm of every step, every rank", norms, NORM_TOLERANCE)
+        claim = f"every parameter after {len(steps)} AdamW steps, every rank, eps {GATE_EPS:g}"
+        self._fact(claim, parameters, PARAMETER_TOLERANCE)
+        self.worst_gate = worst(place[0] for place in (*losses, *gradients, *norms, *parameters))
+        for kind, places in (("gradient", gradients), ("parameter", parameters)):
+            for gap, _, _, name in places:
+                held = self.tensors.setdefault(name, {})
+                held[kind] = worst((held.get(kind, 0.0), gap))
+        bounds = [p for p in (*losses, *gradients, *norms) if not within(p[0], GRADIENT_TOLERANCE)]
+        self.first_failed_step = min((step + 1 for _, step, _, _ in bounds), default=None)
+        self._valid = [[rank.steps[step].valid for rank in ranks] for step in steps]
+
+    def own_eps(self, ranks: Sequence[RankGaps], eps: float) -> None:
+        """The final parameters at the Spec's own eps."""
+        places = _parameter_places(ranks)
+        steps = len(ranks[0].steps)
+        claim = f"every parameter after {steps} AdamW steps, every rank, the Spec's eps {eps:g}"
+        self._fact(claim, places, PARAMETER_TOLERANCE_OWN_EPS)
+        self.worst_own_eps = worst(place[0] for place in places)
+
+    def clipping(self, reference: Reference, bound: float) -> None:
+        """In how many steps the bound acted."""
+        acted = sum(step.norm > bound > 0.0 for step in reference.steps)
+        self._clipped = (acted, len(reference.steps))
+
+    def rank_failed(self, failure: RankFailed) -> None:
+        """A rank raised, died or hung: its error is the finding."""
+        problem = failure.problems[0]
+        self._add("every rank runs to the end", "no error", problem.found, False)
+
+    def first_deviation(self, found: Deviation | None) -> None:
+        """Where it begins, or that a second pass did not show it."""
+        self._add(
+            "the first deviating value in execution order",
+            "none: every value agrees with one device",
+            str(found) if found is not None else "not seen in a second, traced pass (without the warm-up)",
+            False,
+        )
+
+    def sharpness(self, spec: Spec, asked: Spec) -> None:
+        """What the check was able to see, and what it was not."""
+        acted, steps = self._clipped
+        self._add(
+            "the check is sharp: clipping acts", "in one step or more", f"in {acted} of {steps}", acted > 0
+        )
+        if len(self._valid[0] if self._valid else ()) > 1:
+            unequal = sum(len(set(step)) > 1 for step in self._valid)
+            self._add(
+                "the check is sharp: ranks have unequally many valid targets",
+                "in one step or more",
+                f"in {unequal} of {len(self._valid)}; step 1: {', '.join(map(str, self._valid[0]))}",
+                unequal > 0,
+            )
+        accumulation = spec.batch.accumulation or 1
+        if accumulation > 1:
+            self._add(
+                "the check is sharp: gradients accumulate", "2 microbatches or more", f"{accumulation}", True
+            )
+        else:
+            self._open(
+                "accumulation over microbatches",
+                "one microbatch a step, and batch.micro_batch = 1 cannot be halved",
+                f"--set batch.global_batch={2 * (spec.batch.global_batch or 1)}",
+            )
+        if asked.precision.compute != "fp64":
+            self._open(
+                f"the kernels of {asked.precision.compute}",
+                "fp64 judges the logic, not the arithmetic of the training's own dtype",
+                f"the same comparison in {asked.precision.compute}, against a bound for its rounding",
+            )
+
+    def _counts(self, ranks: Sequence[RankGaps], reference: Reference) -> None:
+        wrong = [
+            f"step {step + 1}, rank {number}: {rank.steps[step].count} in place of {expected.count}"
+            for step, expected in enumerate(reference.steps)
+            for number, rank in enumerate(ranks)
+            if rank.steps[step].count != expected.count
+        ]
+        total = sum(step.count for step in reference.steps)
+        self._add(
+            "the loss's denominator is the count of valid targets of the whole global batch",
+            "equal on every rank in every step",
+            wrong[0] if wrong else f"equal; {total:,} targets in all",
+            not wrong,
+        )
+
+    def _fact(self, claim: str, places: Sequence[Place], tolerance: float) -> None:
+        """One finding for many gaps; the worst is shown, the first in order of steps if several are not finite."""
+        gap, step, rank, name = max(places, key=lambda place: inf if place[0] != place[0] else place[0])
+        beyond = sum(not within(place[0], tolerance) for place in places)
+        measured = f"{gap:.2g} ({name}, step {step + 1}, rank {rank})"
+        if beyond:
+            measured += f"; {beyond} of {len(places)} values beyond"
+        self._add(claim, "equal to one device", measured, not beyond, f"{tolerance:g}")
+
+    def _add(self, claim: str, expected: str, measured: str, holds: bool, tolerance: str = "") -> None:
+        self.findings.append(
+            Finding(
+                claim=claim,
+                kind="fact",
+                expected=expected,
+                measured=measured,
+                tolerance=tolerance,
+                verdict="pass" if holds else "fail",
+                command=self.command,
+            )
+        )
+
+    def _open(self, claim: str, why: str, would_test: str) -> None:
+        self.findings.append(
+            Finding(
+                claim=claim, kind="open", expected="", measured=why, verdict="open", would_test=would_test
+            )
+        )
+
+
+def _loss_gap(ranks: Iterable[RankGaps], reference: Reference, step: int) -> float:
+    """The loss of a step over all ranks: their sums over their counts, as they reported them."""
+    shares = [rank.steps[step] for rank in ranks]
+    loss = sum(share.loss_sum for share in shares) / max(sum(share.valid for share in shares), 1)
+    return relative_gap(loss, reference.steps[step].loss, 0.0)
+
+
+def _parameter_places(ranks: Sequence[RankGaps]) -> list[Place]:
+    return [
+        (gap, len(rank.steps) - 1, number, name)
+        for number, rank in enumerate(ranks)
+        for name, gap in rank.parameters.items()
+    ]

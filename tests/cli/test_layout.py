@@ -1,0 +1,151 @@
+"""`fourfold layout show`: the grid, the groups, the refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fourfold.cli.layout import app, group_table, picture
+from fourfold.spec.errors import SpecError
+from fourfold.spec.grid import GROUPS, Grid
+
+
+def show(capsys: pytest.CaptureFixture[str], line: str) -> str:
+    """stdout of `fourfold layout show LINE`."""
+    assert app(["show", *line.split()], result_action="return_value") == 0
+    return capsys.readouterr().out
+
+
+def show_json(capsys: pytest.CaptureFixture[str], line: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(show(capsys, f"{line} --json"))
+    assert document["schema"] == "fourfold.layout/1"
+    return document
+
+
+def test_eight_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    out = show(capsys, "--world 8 --set layout.pp=2 --set layout.tp=2")
+    assert out.startswith(
+        """\
+8 ranks = pp 2 × dp_replicate 2 × dp_shard 1 × cp 1 × tp 2
+
+pp  dp_replicate | tp  0  1
+ 0             0 |     0  1
+ 0             1 |     2  3
+ 1             0 |     4  5
+ 1             1 |     6  7
+
+axis         ranks  groups of ranks
+pp               2  0 4 | 1 5 | 2 6 | 3 7
+dp_replicate     2  0 2 | 1 3 | 4 6 | 5 7
+dp_shard         1  each rank alone
+cp               1  each rank alone
+tp               2  0 1 | 2 3 | 4 5 | 6 7
+"""
+    )
+
+
+def test_two_by_eight_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    out = show(capsys, "--world 16 --set layout.tp=8")
+    assert "           1 |     8  9 10 11 12 13 14 15\n" in out
+    assert re.search(r"^tp +8 +0-7 \| 8-15$", out, re.MULTILINE)
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    app(["--help"], result_action="return_value")
+    assert capsys.readouterr().out.count("fourfold layout show") == 3
+
+
+def test_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert show(capsys, "--world 1").startswith("1 rank = pp 1 ×")
+
+
+def test_json_has_every_group_and_coordinate(capsys: pytest.CaptureFixture[str]) -> None:
+    document = show_json(capsys, "--world 8 --set layout.pp=2 --set layout.tp=2 --set layout.ep=2")
+    grid = Grid(pp=2, dp_replicate=2, tp=2, ep=2)
+    assert document["world"] == 8
+    assert document["layout"]["dp_replicate"] == 2
+    assert document["coordinates"] == [grid.coordinate(rank) for rank in range(8)]
+    assert list(document["groups"]) == list(GROUPS)
+    for axis in GROUPS:
+        assert document["groups"][axis] == [list(group) for group in grid.groups(axis)]
+
+
+def test_a_spec_brings_its_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    document = show_json(capsys, "deepseek-v3 --world 2048")
+    assert (document["layout"]["pp"], document["layout"]["dp_shard"], document["layout"]["ep"]) == (
+        16,
+        128,
+        64,
+    )
+
+
+def test_a_spec_file_brings_its_layout(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[model]\nkind = "mlp"\n[data]\nkind = "synthetic"\n[layout]\ntp = 2\n')
+    assert show_json(capsys, f"{path} --world 6")["layout"]["dp_replicate"] == 3
+
+
+def refusal(line: str) -> str:
+    with pytest.raises(SpecError) as error:
+        app(["show", *line.split()], result_action="return_value")
+    assert error.value.exit_code == 2
+    return str(error.value)
+
+
+def test_a_wrong_product_names_the_nearest() -> None:
+    said = refusal("--world 8 --set layout.pp=3")
+    assert "pp 3 × dp_shard 1 × cp 1 × tp 1 = 3" in said
+    assert "--set layout.pp=4  (dp_replicate becomes 2)" in said
+    assert "--set layout.dp_replicate=4" in refusal("--world 4 --set layout.dp_replicate=3")
+    assert "--set layout.tp=2" in refusal("tiny --world 4 --set layout.tp=3 --set layout.dp_replicate=2")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--world 0", "at least one rank"),
+        ("--world 4 --set layout.ep=3", "--set layout.ep=1"),
+        ("--world 4 --set layout.dp_shard=2", "--set layout.zero=3"),
+        ("--world 4 --set layout.sp=true", "--set layout.tp=2"),
+        ("--world 4 --set tp=2", "--set layout.tp=2"),
+        ("--world 4 --set run.steps=2", "name a SPEC first"),
+        ("--world 4 --set layout.tpp=2", "layout.tp=2"),
+        ("--world 4 --set layout.tp=two", "layout.tp"),
+        ("--world 4 --set layout.tp", "no ="),
+        ("tinny --world 4", "tiny"),
+        ("tiny --world 8 --set layout.ep=2", "a model without experts"),
+        ("tiny --world 4 --set layout.dp_replicate=1 --set layout.dp_shard='auto'", "layout.zero=3"),
+    ],
+)
+def test_refusals(line: str, says: str) -> None:
+    assert says in refusal(line)
+
+
+def test_all_refusals_at_once() -> None:
+    said = refusal("--world 4 --set layout.tp=0 --set run.steps=2 --set layout.pq=1 --set x")
+    for part in ("layout.tp = 0", "run.steps=2", "layout.pq", "--set x"):
+        assert part in said
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.builds(
+        Grid,
+        pp=st.sampled_from([1, 2]),
+        dp_replicate=st.sampled_from([1, 3, 64]),
+        dp_shard=st.sampled_from([1, 2, 9]),
+        cp=st.sampled_from([1, 2]),
+        tp=st.sampled_from([1, 2, 8]),
+    )
+)
+def test_it_fits_80_columns_and_shows_every_rank_once(grid: Grid) -> None:
+    lines = picture(grid)
+    assert max(map(len, [*lines, *group_table(grid)])) <= 80
+    cells = [line.rpartition("|")[2].split() for line in lines[3:]]
+    assert [int(rank) for row in cells for rank in row] == list(range(grid.world))

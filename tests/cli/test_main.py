@@ -1,0 +1,233 @@
+"""The command: verbs found, errors told in words, exit codes, and nothing heavy imported for a page of help."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cyclopts import App
+
+from fourfold import __version__
+from fourfold.cli import main as command
+from fourfold.cli.main import VERBS, Verb, build_app, main
+from fourfold.cli.output import next_command, paint, print_document, story, table
+from fourfold.spec.errors import (
+    CheckFailed,
+    DataError,
+    FourfoldError,
+    NoLayoutFits,
+    Problem,
+    RankFailed,
+    SpecError,
+)
+
+PROBLEM = Problem("this", "that", "so", "the other")
+
+
+def fake_verb(monkeypatch: pytest.MonkeyPatch, function: object) -> None:
+    """`fourfold fake` calls `function`."""
+    monkeypatch.setattr(command, "fake", function, raising=False)
+    monkeypatch.setattr(command, "VERBS", {**VERBS, "fake": Verb("fourfold.cli.main:fake", "For this test.")})
+
+
+def fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_help_begins_with_three_examples_and_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    head, examples, *_ = out.split("\n\n")
+    assert head == "Examples:"
+    assert len(examples.splitlines()) == 3
+    assert all(re.search(rf"^│ {name} +\w", out, re.MULTILINE) for name in VERBS)
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_no_verb_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert capsys.readouterr().out.startswith("Examples:")
+
+
+def test_help_of_a_verb_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["spec", "show", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "Print a Spec with every setting resolved" in out
+    assert "    fourfold spec show my.toml --json\n" in out
+    assert "--no-json" not in out
+    assert main(["spec", "--help"]) == 0
+    assert "    fourfold spec copy small my.toml\n" in capsys.readouterr().out
+
+
+def test_every_verb_can_be_found() -> None:
+    """The targets exist, and are what the top of `cli/main.py` says."""
+    app = build_app("train")
+    for name, verb in VERBS.items():
+        target = verb.target.rpartition(":")[2]
+        assert target in ("app", name)
+        assert isinstance(app[name], App)
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_help_of_every_verb_shows_three_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    examples = re.findall(r"^    (?:fourfold|torchrun) \S.*", capsys.readouterr().out, re.MULTILINE)
+    assert len(examples) == 3
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"fourfold {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        ("trian tiny", "fourfold train --help"),
+        ("config", "fourfold spec --help"),
+        ("tiny", "fourfold train tiny, or fourfold spec show tiny"),
+        ("my.toml", "fourfold train my.toml, or fourfold spec show my.toml"),
+        ("xyzzy", "fourfold --help"),
+        ("--nproc 2 train tiny", "fourfold train --nproc 2 tiny"),
+        ("--wrold", "fourfold --help"),
+        ("spec shw tiny", "show; see: fourfold spec --help"),
+        ("spec show", "fourfold spec show --help"),
+        ("spec show tiny --wrold 4", "--world; see: fourfold spec show --help"),
+        ("spec show tiny --world four", "fourfold spec show --help"),
+        ("spec show tiny --set run.steps 5", "--set run.steps=5; see: fourfold spec show --help"),
+        ("spec show tiny -- --debug", "fourfold spec show --help"),
+    ],
+)
+def test_usage_errors(capsys: pytest.CaptureFixture[str], line: str, instead: str) -> None:
+    assert main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"error: fourfold {line}\n")
+    assert f"  type:  {instead}\n" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (FourfoldError(PROBLEM), 1),
+        (SpecError(PROBLEM), 2),
+        (CheckFailed(PROBLEM), 3),
+        (NoLayoutFits(PROBLEM), 4),
+        (DataError(PROBLEM), 5),
+        (RankFailed(PROBLEM, rank=3, exit_code=137), 137),
+        (KeyboardInterrupt(), 130),
+        (ValueError("oops\nmore"), 1),
+    ],
+)
+def test_exit_codes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int
+) -> None:
+    def fake() -> None:
+        raise error
+
+    fake_verb(monkeypatch, fake)
+    assert main(["fake"]) == code
+    plain = capsys.readouterr().err
+    assert "Traceback" not in plain
+    assert main(["fake", "--debug"]) == code
+    assert "Traceback" in capsys.readouterr().err
+    if isinstance(error, FourfoldError):
+        assert plain == f"error: {PROBLEM}\n\n"
+    elif isinstance(error, ValueError):
+        assert re.fullmatch(
+            r"this is a bug of ours: ValueError: oops at fourfold/cli/main\.py:\d+ \(--debug .*\)\n", plain
+        )
+
+
+def test_several_problems_are_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fake() -> None:
+        raise SpecError([PROBLEM, PROBLEM])
+
+    fake_verb(monkeypatch, fake)
+    main(["fake"])
+    assert capsys.readouterr().err.endswith("2 problems\n")
+
+
+@pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (3, 3), ("text", 0)])
+def test_what_a_verb_returns(monkeypatch: pytest.MonkeyPatch, returned: object, code: int) -> None:
+    def fake() -> object:
+        return returned
+
+    fake_verb(monkeypatch, fake)
+    assert main(["fake"]) == code
+
+
+def test_repeated_settings_and_debug_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, ...]] = []
+    monkeypatch.setattr("fourfold.cli.spec.load_spec", lambda _, sets: seen.append(sets) or 1 / 0)
+    assert main(["--debug", "spec", "show", "tiny", "--set", "a=1", "--debug", "--set=b=2"]) == 1
+    assert seen == [("a=1", "b=2")]
+
+
+def test_help_and_spec_show_import_nothing_heavy() -> None:
+    script = (
+        "import sys; from fourfold.cli.main import main\n"
+        "assert main(['--help']) == 0 and main(['spec', 'show', 'tiny', '--world', '2']) == 0\n"
+        "heavy = [name for name in ('torch', 'numpy', 'matplotlib', 'jinja2') if name in sys.modules]\n"
+        "raise SystemExit(', '.join(heavy) or 0)"
+    )
+    ended = fresh("-c", script)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_as_a_module_and_a_reader_that_goes_away() -> None:
+    assert fresh("-m", "fourfold", "--version").stdout == f"fourfold {__version__}\n"
+    reader = "import subprocess, sys\n" + (
+        "child = subprocess.Popen([sys.executable, '-m', 'fourfold', 'spec', 'schema'],"
+        " stdout=subprocess.PIPE, stderr=subprocess.PIPE)\n"
+        "child.stdout.close(); error = child.stderr.read(); child.stderr.close(); child.wait()\n"
+        "assert (child.returncode, error) == (141, b''), (child.returncode, error)"
+    )
+    ended = fresh("-c", reader)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_document_names_its_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    print_document({"schema": "fourfold.test/1", "value": float("nan")})
+    assert '"value": "nan"' in capsys.readouterr().out
+    with pytest.raises(AssertionError):
+        print_document({"value": 1})
+
+
+def test_the_story_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    story("once")
+    next_command("fourfold a", "fourfold b")
+    assert capsys.readouterr() == ("", "once\nnext: fourfold a\n  or: fourfold b\n")
+
+
+def test_tables_fit() -> None:
+    rows = [("a", "1", "word " * 30), ("longer", "22", "")]
+    text = table(("name", "n", "what"), rows)
+    assert text.splitlines()[0] == "name    n   what"
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("word") == 30
+    assert table(("name",), []) == "name"
+
+
+def test_colour_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Terminal:
+        def isatty(self) -> bool:
+            return True
+
+    terminal: object = Terminal()
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert paint("x", "red", terminal) == "\x1b[31mx\x1b[0m"  # type: ignore[arg-type]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert paint("x", "red", terminal) == "x"  # type: ignore[arg-type]
+    monkeypatch.delenv("NO_COLOR")
+    with (tmp_path / "file").open("w") as file:
+        assert paint("x", "red", file) == "x"

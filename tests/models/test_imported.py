@@ -1,0 +1,219 @@
+"""A user's own model: found, checked, and equal in every split like any other."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fourfold.data.batch import Batch
+from fourfold.models.imported import ImportedKit
+from fourfold.models.protocol import LossModule
+from fourfold.spec.errors import SpecError
+from fourfold.spec.model import ImportSpec
+from fourfold.spec.spec import Spec
+
+MODELS = """
+import torch
+from torch import nn
+
+SIZE = 3
+
+class Line(nn.Module):
+    def __init__(self, inputs=4):
+        super().__init__()
+        self.linear = nn.Linear(inputs, 1)
+
+    def forward(self, batch):
+        error = (self.linear(batch.inputs) - batch.targets).square().mean(-1)
+        return torch.where(batch.valid, error, 0.0).sum(), batch.valid.sum()
+
+class Mean(Line):
+    def forward(self, batch):
+        return super().forward(batch)[0] / 3
+
+class Kit:
+    def __init__(self, **values):
+        self.values = values
+    def build(self, seed, dtype):
+        return self.values.get("built", Line().to(dtype))
+    def loss(self, module, batch):
+        return module(batch)
+    def sharding(self):
+        return self.values.get("table", {"*": "replicate"})
+    def blocks(self, module):
+        return ("linear",)
+
+class Half:
+    def build(self, seed, dtype): ...
+    def loss(self, module, batch): ...
+
+def line(inputs=4): return Line(inputs)
+def mean(): return Mean()
+def number(): return 7
+def half(): return Half()
+def raises(): raise KeyError("no such thing")
+def kit(): return Kit()
+def kit_of_text(): return Kit(built="text")
+def kit_of_fp32(): return Kit(built=Line())
+def kit_without_table(): return Kit(table={"*.weight": "replicate"})
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of the user's, worked in, with modules of his own."""
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "models.py").write_text(MODELS)
+    (package / "broken.py").write_text("import a_package_nobody_has\n")
+    (package / "syntax.py").write_text("def factory(:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    for name in [name for name in sys.modules if name.split(".")[0] == "mine"]:
+        del sys.modules[name]
+
+
+def kit(target: str, **args: Any) -> ImportedKit:
+    return ImportedKit(ImportSpec(kind="import", target=target, args=args))
+
+
+def refused(target: str, **args: Any) -> Any:
+    with pytest.raises(SpecError) as error:
+        kit(target, **args)
+    (problem,) = error.value.problems
+    assert problem.asked == f'model.target = "{target}"'
+    assert problem.found
+    assert problem.why
+    assert problem.instead
+    return problem
+
+
+@pytest.mark.usefixtures("here")
+def test_a_module_alone_is_a_model(vectors: Callable[..., Batch]) -> None:
+    state = torch.random.get_rng_state()
+    line = kit("mine.models:line", inputs=6)
+    module = line.build(3, torch.float64)
+    assert torch.equal(torch.random.get_rng_state(), state), "the global generator was advanced"
+    assert torch.equal(module.linear.weight, line.build(3, torch.float32).linear.weight.double())
+    assert not torch.equal(module.linear.weight, line.build(4, torch.float64).linear.weight)
+    assert line.sharding() == {"*": "replicate"}
+    assert line.blocks(module) == ()
+    batch = vectors(5, 6, torch.zeros(5, 1, dtype=torch.float64))
+    total, count = LossModule(line, module)(batch)
+    assert total.item() == pytest.approx(module.linear(batch.inputs).square().sum().item())
+    assert count == 5
+
+
+@pytest.mark.usefixtures("here")
+def test_a_kit_is_passed_through() -> None:
+    mine = kit("mine.models:kit")
+    module = mine.build(0, torch.float64)
+    assert mine.sharding() == {"*": "replicate"}
+    assert mine.blocks(module) == ("linear",)
+
+
+def test_a_module_nowhere_is_answered_with_the_nearest(here: Path) -> None:
+    assert "mine.models" in refused("mine.model:line").instead
+    assert "mine" in refused("minee.models:line").instead
+    problem = refused("qqqqq:line")
+    assert str(here) in problem.found
+    assert problem.instead.startswith("one of mine")
+
+
+@pytest.mark.usefixtures("here")
+def test_an_attribute_nowhere_is_answered_with_the_nearest() -> None:
+    problem = refused("mine.models:lien")
+    assert problem.instead == "mine.models:line"
+    assert "models.py" in problem.found
+    assert "must be a function" in refused("mine.models:SIZE").why
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("target", "found"),
+    [
+        ("mine.broken:factory", "ModuleNotFoundError: No module named 'a_package_nobody_has'"),
+        ("mine.syntax:factory", "SyntaxError"),
+        ("mine.models:raises", "KeyError: 'no such thing'"),
+    ],
+)
+def test_a_module_that_fails_says_where(target: str, found: str) -> None:
+    problem = refused(target)
+    assert found in problem.found
+    assert ".py" in problem.found
+
+
+@pytest.mark.usefixtures("here")
+def test_arguments_the_factory_does_not_take() -> None:
+    problem = refused("mine.models:line", input=3)
+    assert "input" in problem.found
+    assert "inputs" in problem.instead
+
+
+@pytest.mark.usefixtures("here")
+def test_what_the_factory_returns_must_be_a_model() -> None:
+    assert "a int without build, loss, sharding, blocks" in refused("mine.models:number").found
+    assert "a Half without sharding, blocks" in refused("mine.models:half").found
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("target", "found"),
+    [
+        ("mine.models:kit_of_text", "build() returned a str"),
+        ("mine.models:kit_of_fp32", "linear.weight, linear.bias"),
+        ("mine.models:kit_without_table", "no pattern matches it"),
+    ],
+)
+def test_what_build_returns_is_checked(target: str, found: str) -> None:
+    with pytest.raises(SpecError) as error:
+        kit(target).build(0, torch.float64)
+    assert found in error.value.problems[0].found
+
+
+@pytest.mark.usefixtures("here")
+def test_a_loss_that_is_no_pair_is_refused(vectors: Callable[..., Batch]) -> None:
+    mean = kit("mine.models:mean")
+    with pytest.raises(SpecError, match=r"a tensor of shape \(\)"):
+        mean.loss(mean.build(0, torch.float64), vectors(2, 4, torch.zeros(2, 1)))
+
+
+def example() -> Spec:
+    folder = Path(__file__).parents[2] / "examples"
+    return Spec.model_validate(tomllib.loads((folder / "own_model.toml").read_text()))
+
+
+def test_the_example_trains_and_is_equal_in_every_split(
+    tokens: Callable[..., Batch], rows_of: Callable[..., Batch]
+) -> None:
+    model = example().model
+    assert isinstance(model, ImportSpec)
+    mine = ImportedKit(model)
+    module = mine.build(0, torch.float64)
+    batch = tokens([[24], [5, 19], [8, 8, 8]])
+    whole, count = mine.loss(module, batch)
+    parts = [mine.loss(module, rows_of(batch, rows))[0] for rows in ([2], [0, 1])]
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-13, atol=0)
+    assert count == batch.valid.sum()
+    whole.backward()
+    assert all(p.grad is not None for p in module.parameters())
+    assert mine.blocks(module) == ("layers.0", "layers.1")
+
+
+def test_the_page_shows_code_that_runs(vectors: Callable[..., Batch]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "own_model.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {"torch": torch, "nn": torch.nn}
+    exec(textwrap.dedent(code), names)
+    module = names["Line"](4).double()
+    total, count = module(vectors(3, 4, torch.zeros(3, 1, dtype=torch.float64)))
+    assert total.shape == ()
+    assert count == 3

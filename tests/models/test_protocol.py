@@ -1,0 +1,82 @@
+"""The protocol's own two parts: the loss as a module, and the rule of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fourfold.data.batch import Batch
+from fourfold.models.loss import cross_entropy, squared_error, wide
+from fourfold.models.mlp import MlpKit
+from fourfold.models.protocol import BatchLike, LossModule, Rule, parameter_rules
+from fourfold.spec.errors import SpecError
+from fourfold.spec.model import MlpSpec
+
+
+class TableKit:
+    """Nothing but a sharding table."""
+
+    def __init__(self, table: dict[str, Rule]) -> None:
+        self.table = table
+
+    def build(self, seed: int, dtype: torch.dtype) -> nn.Module:  # noqa: ARG002
+        return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def loss(self, module: nn.Module, batch: BatchLike) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def sharding(self) -> dict[str, Rule]:
+        return self.table
+
+    def blocks(self, module: nn.Module) -> tuple[str, ...]:  # noqa: ARG002
+        return ()
+
+
+def test_the_loss_module_is_the_kits_loss_and_holds_the_parameters(vectors: Callable[..., Batch]) -> None:
+    kit = MlpKit(MlpSpec(kind="mlp", inputs=4))
+    module = kit.build(0, torch.float64)
+    batch = vectors(3, 4, torch.zeros(3, 1, dtype=torch.float64))
+    wrapped = LossModule(kit, module)
+    assert wrapped(batch) == kit.loss(module, batch)
+    assert [id(p) for p in wrapped.parameters()] == [id(p) for p in module.parameters()]
+    assert not wrapped.eval().module.training
+
+
+def test_each_parameter_gets_the_rule_of_its_pattern() -> None:
+    kit = TableKit({"*.weight": "column", "0.bias": "replicate", "1.bias": "column"})
+    module = kit.build(0, torch.float32)
+    assert parameter_rules(kit, module) == {
+        "0.weight": "column",
+        "0.bias": "replicate",
+        "1.weight": "column",
+        "1.bias": "column",
+    }
+
+
+def test_every_parameter_without_one_rule_is_named() -> None:
+    kit = TableKit({"*.weight": "column", "1.*": "sideways"})  # type: ignore[dict-item]
+    with pytest.raises(SpecError) as error:
+        parameter_rules(kit, kit.build(0, torch.float32))
+    problems = error.value.problems
+    assert [problem.asked for problem in problems] == [
+        'sharding rule "sideways" for "1.*"',
+        'the sharding rule of parameter "0.bias"',
+        'the sharding rule of parameter "1.weight"',
+    ]
+    assert "no pattern" in problems[1].found
+    assert '"*.weight" and "1.*"' in problems[2].found
+
+
+def test_a_loss_is_at_least_fp32() -> None:
+    assert wide(torch.zeros(1, dtype=torch.bfloat16)).dtype == torch.float32
+    assert wide(torch.zeros(1, dtype=torch.float64)).dtype == torch.float64
+    logits = torch.zeros(2, 3, 4, dtype=torch.bfloat16)
+    total, count = cross_entropy(
+        logits, torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool)
+    )
+    assert (total.dtype, count.item()) == (torch.float32, 6)
+    total, count = squared_error(logits[0], torch.ones(3, 4), torch.tensor([True, False, True]))
+    assert (total.item(), total.dtype, count.item()) == (2.0, torch.float32, 2)

@@ -1,0 +1,187 @@
+"""Every rule has a Spec that breaks it, and its advice mends that Spec."""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from collections.abc import Sequence
+
+import pytest
+
+from fourfold.spec.draft import Draft
+from fourfold.spec.errors import SpecError
+from fourfold.spec.load import load_spec
+from fourfold.spec.ready import ready_text
+from fourfold.spec.rules import RULES, Rule, check, place_of, require
+from fourfold.spec.settings import parse_settings
+from fourfold.spec.spec import Spec
+
+BY_NAME = {rule.name: rule for rule in RULES}
+MOE = "model.moe={experts=6,top_k=2}"
+MLA = "model.mla={kv_rank=8,nope_head_width=8,rope_head_width=8,value_head_width=8}"
+NO_KV = "model={layers=4,width=64,heads=4}"
+MLP = ("model.kind=mlp", "data.kind=synthetic")
+OWN = ("model.kind=import", "model.target=a:b", "data.kind=synthetic")
+
+BROKEN: list[tuple[str, Sequence[str]]] = [
+    ("equal groups of heads", ["model.kv_heads=3"]),
+    ("equal groups of heads", ["model.kv_heads=8"]),
+    ("whole head width", ["model.heads=6"]),
+    ("even rotary width", ["model.head_width=5"]),
+    ("even rotary width", ["model.width=12"]),
+    ("even rotary width", [NO_KV, MLA, "model.mla.rope_head_width=3"]),
+    ("position table", ["model.positions=learned"]),
+    ("position table", ["model.positions=learned", "model.max_sequence=127"]),
+    ("position table", ["model.max_sequence=127"]),
+    ("latent attention alone", [MLA]),
+    ("latent attention alone", [NO_KV, MLA, "model.positions=learned", "model.max_sequence=128"]),
+    ("experts for a token", [MOE, "model.moe.top_k=7"]),
+    ("experts for a token", [MOE, "model.moe.first_dense_layers=4"]),
+    ("two classes", [*MLP, "model.task=classification"]),
+    ("data of the model's kind", ["model.kind=mlp"]),
+    ("data of the model's kind", ["data.kind=synthetic"]),
+    ("a token for every byte", ["model.vocabulary=255"]),
+    ("sizes of synthetic data", [*MLP, "data.inputs=31"]),
+    ("sizes of synthetic data", [*MLP, "data.task=classification"]),
+    ("sizes of synthetic data", OWN),
+    ("transforms of the data's kind", ['data.transforms=[{kind="gaussian_noise"}]']),
+    ("transforms of the data's kind", [*MLP, 'data.transforms=[{kind="token_noise"}]']),
+    ("transforms of the data's kind", ['data.transforms=[{kind="import"}]']),
+    ("paths named", ["data.kind=text", 'data.path=""']),
+    ("paths named", ["data.kind=text", "data.path=x", 'data.validation_path=""']),
+    ("a validation set", ["data.validation_fraction=0"]),
+    ("one auto degree", ["layout.dp_shard=auto", "layout.zero=1"]),
+    ("zero shards", ["layout.dp_shard=2"]),
+    ("sp needs tp", ["layout.sp=true"]),
+    ("ep needs experts", ["layout.ep=2"]),
+    ("ep needs experts", [MOE, "layout.ep=4"]),
+    ("tp keeps heads whole", ["layout.tp=3"]),
+    ("tp keeps heads whole", ["layout.tp=8"]),
+    ("tp keeps heads whole", ["model.heads=12", "model.kv_heads=6", "model.width=96", "layout.tp=4"]),
+    ("a layer for every stage", ["layout.pp=5"]),
+    ("schedule inside the run", ["run.steps=19"]),
+    ("schedule inside the run", ["optimizer.decay_steps=10"]),
+    ("schedule inside the run", ["optimizer.schedule=wsd", "optimizer.decay_steps=181"]),
+    ("betas below one", ["optimizer.betas=[0.9, 1.0]"]),
+    ("seed of 63 bits", [f"run.seed={2**63}"]),
+    ("run.dir named", ['run.dir=" "']),
+    ("layout.pp not trained yet", ["layout.pp=2"]),
+    ("layout.cp not trained yet", ["layout.cp=2"]),
+    ("layout.tp not trained yet", ["layout.tp=2", "layout.dp_replicate=2"]),
+    ("layout.ep not trained yet", [MOE, "layout.ep=2"]),
+    ("layout.dp_shard not trained yet", ["layout.dp_shard=2", "layout.zero=1"]),
+    ("layout.zero not trained yet", ["layout.zero=1"]),
+    ("layout.sp not trained yet", ["layout.tp=2", "layout.sp=true"]),
+    ("model.moe not trained yet", [MOE]),
+    ("model.mla not trained yet", [NO_KV, MLA]),
+    ("model.mtp_layers not trained yet", ["model.mtp_layers=1"]),
+    ("precision.compute not trained yet", ["precision.compute=fp16"]),
+    ("run.exact not trained yet", ["run.exact=true"]),
+    ("checkpoint.every not trained yet", ["checkpoint.every=10"]),
+]
+
+LEGAL: list[Sequence[str]] = [
+    [],
+    ["model.kv_heads=4"],
+    ["model.heads=6", "model.kv_heads=2", "model.head_width=10"],
+    ["model.positions=learned", "model.max_sequence=128"],
+    ["model.width=12", "model.positions=learned", "model.max_sequence=200"],
+    [NO_KV, MLA],
+    [MOE, "layout.ep=3", "model.moe.top_k=6", "model.moe.first_dense_layers=3"],
+    [*MLP, "data.inputs=32", "model.task=classification", "model.outputs=2"],
+    [*OWN, "data.inputs=3", "data.outputs=1", "data.task=regression"],
+    ["model.kind=import", "model.target=a:b"],
+    ["data.validation_fraction=0", "run.validate_every=0"],
+    ["data.kind=text", "data.path=x", "data.validation_path=y", "data.validation_fraction=0"],
+    ["data.kind=tokens", "data.path=x", "model.vocabulary=100"],
+    ["layout.dp_shard=auto", "layout.dp_replicate=1"],
+    ["layout.tp=4", "layout.sp=true", "layout.pp=4"],
+    ["run.steps=20"],
+    ["optimizer.schedule=wsd", "optimizer.decay_steps=180"],
+    [f"run.seed={2**63 - 1}", "run.dir=x"],
+    ['data.transforms=[{kind="token_noise", probability=0.1}, {kind="import", target="a:b"}]'],
+]
+
+
+def spec_of(*sets: str) -> Spec:
+    """tiny with `sets`, whatever rules it breaks."""
+    text = ready_text("tiny")
+    draft = Draft.of_text(tomllib.loads(text), text, "tiny.toml")
+    settings, unreadable = parse_settings(sets)
+    assert not unreadable
+    for setting in settings:
+        draft.apply(setting)
+    draft.raw.setdefault("name", "tiny")
+    draft.raw["model"].setdefault("kind", "decoder")
+    return Spec.model_validate(draft.raw)
+
+
+def advice(instead: str) -> list[list[str]]:
+    """The settings of each way out that is spelt as one or more `--set`."""
+    ways = [way for part in instead.split(" or ") for way in part.split(", ")]
+    return [
+        shlex.split(way.partition("--set ")[2].replace("--set ", ""))
+        for way in ways
+        if way.startswith("--set ")
+    ]
+
+
+def test_every_rule_is_broken_here() -> None:
+    assert {name for name, _ in BROKEN} == set(BY_NAME)
+    assert len(BY_NAME) == len(RULES)
+
+
+@pytest.mark.parametrize(("name", "sets"), BROKEN)
+def test_broken(name: str, sets: Sequence[str]) -> None:
+    rule, spec = BY_NAME[name], spec_of(*sets)
+    assert rule.applies(spec)
+    problem = rule.problem(spec)
+    assert problem.asked
+    assert problem.found
+    assert problem.why
+    assert problem.instead
+    assert problem.asked in [each.asked for each in check(spec)]
+    for way in advice(problem.instead):
+        assert not rule.applies(spec_of(*sets, *way)), way
+
+
+@pytest.mark.parametrize("sets", LEGAL)
+def test_legal(sets: Sequence[str]) -> None:
+    assert check(spec_of(*sets), "always") == []
+
+
+def test_train_asks_more_than_always() -> None:
+    spec = spec_of("layout.tp=2")
+    assert check(spec, "always") == []
+    require(spec, "always")
+    with pytest.raises(SpecError, match="tensor parallel, which is planned for but not trained yet"):
+        require(spec)
+    assert check(spec_of()) == []
+
+
+def test_all_at_once() -> None:
+    spec = spec_of("model.kv_heads=3", "layout.sp=true", "run.exact=true", "precision.compute=fp16")
+    with pytest.raises(SpecError) as caught:
+        require(spec)
+    assert [problem.asked.split(" = ")[0] for problem in caught.value.problems] == [
+        "model.kv_heads",
+        "layout.sp",
+        "train with layout.sp",
+        "train with precision.compute",
+        "train with run.exact",
+    ]
+
+
+def test_place_of_the_later_setting() -> None:
+    provenance = {"model.width": "my.toml:3", "model.heads": "--set #1", "model.moe.experts": "my.toml:9"}
+    assert place_of(("model.width", "model.heads"), provenance) == "--set #1"
+    assert place_of(("model.width",), provenance) == "my.toml:3"
+    assert place_of(("model.moe",), provenance) == "my.toml:9"
+    assert place_of(("run.seed",), provenance) == ""
+
+
+def test_a_rule_that_does_not_apply_has_no_problem() -> None:
+    rule = Rule("never", (), lambda _: None)
+    assert not rule.applies(load_spec("tiny").spec)
+    with pytest.raises(AssertionError):
+        rule.problem(load_spec("tiny").spec)

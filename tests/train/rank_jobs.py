@@ -1,0 +1,157 @@
+"""What the tests of this room run in ranks, and the small Specs they run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fourfold.verify.here import joined_here
+from fourfold.launch.stop import StopRequest
+from fourfold.plan.run_plan import RunPlan, make_run_plan
+from fourfold.record.run_dir import RunDir
+from fourfold.spec.errors import FourfoldError
+from fourfold.spec.load import load_spec
+from fourfold.spec.settle import settle
+from fourfold.spec.spec import Spec
+from fourfold.train import loop
+from fourfold.train.finite import refuse_nonfinite
+from fourfold.train.setup import open_training
+from fourfold.train.step import accumulate, agree_totals, clip, update
+from fourfold.train.validation import validate
+
+SMALLEST = (
+    'model.kind="mlp"',
+    "model.inputs=4",
+    "model.hidden=8",
+    'data.kind="synthetic"',
+    "data.samples=40",
+    "batch.global_batch=8",
+    "batch.micro_batch=2",
+    "optimizer.warmup_steps=0",
+    "run.steps=4",
+    "run.log_every=2",
+    "run.validate_every=0",
+    'precision.compute="fp64"',
+)
+
+
+def spec(world: int, *sets: str) -> Spec:
+    return settle(load_spec("tiny", [*SMALLEST, *sets]).spec, world)
+
+
+def plan(world: int, *sets: str) -> RunPlan:
+    return make_run_plan(load_spec("tiny", [*SMALLEST, *sets]), world, ("test",))
+
+
+def few_steps(steps: int, *sets: str) -> dict[str, Any]:
+    """Losses, norms, rates and final parameters of `steps` steps on this world, as plain numbers."""
+    seen: dict[str, Any] = {"loss": [], "norm": [], "rate": [], "ids": []}
+    with open_training(spec(dist.get_world_size(), *sets), joined_here()) as training:
+        for step, batches in enumerate(training.loader.steps(0, steps)):
+            pair, totals = accumulate(training, batches, agree_totals(batches, False))
+            total = pair.sum.clone()
+            dist.all_reduce(total)
+            seen["loss"].append(float(total) / totals.count)
+            seen["norm"].append(float(clip(training)))
+            seen["rate"].append(update(training, step))
+            seen["ids"].append([i for batch in batches for i in batch.sample_ids.tolist()])
+        seen["parameters"] = {n: p.flatten().tolist() for n, p in training.named_parameters().items()}
+        found = validate(training, steps)
+        seen["validation"] = None if found is None else (found.loss, found.targets, found.samples)
+    return seen
+
+
+def wish_to_stop(who: int) -> list[bool]:
+    """What each of three steps' totals says when rank `who` wishes to stop in the second."""
+    told = []
+    with open_training(spec(dist.get_world_size()), joined_here()) as training:
+        for step, batches in enumerate(training.loader.steps(0, 3)):
+            wish = step == 1 and dist.get_rank() == who
+            told.append(agree_totals(batches, wish).wait().stop)
+    return told
+
+
+def nonfinite(where: str) -> tuple[str, bool]:
+    """Error text and `secondary` when rank 1's loss ("loss") or every rank's gradient ("gradient") is not finite."""
+    with open_training(spec(dist.get_world_size()), joined_here()) as training:
+        batches = next(training.loader.steps(0, 1))
+        if where == "loss" and dist.get_rank() == 1:
+            batches[0].inputs[0, 0] = float("nan")
+        pair, _ = accumulate(training, batches, agree_totals(batches, False))
+        if where == "gradient":
+            next(training.model.parameters()).grad[0] = float("inf")  # type: ignore[index]
+        try:
+            refuse_nonfinite(training, 0, pair, clip(training))
+        except FourfoldError as error:
+            return str(error), error.secondary
+    return "", False
+
+
+def census_of_different_seeds() -> str:
+    try:
+        with open_training(spec(dist.get_world_size(), f"run.seed={dist.get_rank()}"), joined_here()):
+            return ""
+    except FourfoldError as error:
+        return str(error)
+
+
+def different_parameters() -> str:
+    """The census where one rank's initial parameters differ by one bit, with equal Specs."""
+    from fourfold.train import setup
+
+    before = setup.kit_for
+
+    def kit_for(asked: Spec) -> Any:
+        kit = before(asked)
+        build = kit.build
+
+        def changed(seed: int, dtype: torch.dtype) -> torch.nn.Module:
+            model = build(seed, dtype)
+            with torch.no_grad():
+                next(model.parameters()).view(-1)[0] += 1e-16 + 1e-12 * dist.get_rank()
+            return model
+
+        kit.build = changed
+        return kit
+
+    setup.kit_for = kit_for
+    try:
+        with open_training(spec(dist.get_world_size()), joined_here()):
+            return ""
+    except FourfoldError as error:
+        return str(error)
+    finally:
+        setup.kit_for = before
+
+
+def whole_run(folder: str, *sets: str) -> str:
+    run = RunDir(Path(folder))
+    with StopRequest() as stop:
+        return loop.train(plan(dist.get_world_size(), *sets), joined_here(), run, stop, lambda step, phase: None)
+
+
+def run_with_nan(folder: str) -> str:
+    """A run whose third batch holds a NaN on rank 0; the text of what ends it."""
+    keep = loop.accumulate
+
+    def poisoned(training: Any, batches: Any, pending: Any) -> Any:
+        if batches[0].step == 2 and dist.get_rank() == 0:
+            batches[0].inputs[0, 0] = float("nan")
+        return keep(training, batches, pending)
+
+    loop.accumulate = poisoned
+    try:
+        whole_run(folder)
+    except FourfoldError as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", [])])
+    finally:
+        loop.accumulate = keep
+    return ""
+
+
+def events(folder: str, rank: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RunDir(Path(folder)).events(rank).read_text().splitlines()]

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from tests.train import rank_jobs
+
+from fourfold.spec.errors import DataError
+from fourfold.train.replay import replay
+
+
+def metrics(folder) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_its_record(ranks, tmp_path):
+    assert ranks(2).run(rank_jobs.whole_run, str(tmp_path), "run.validate_every=2") == ["finished"] * 2
+    lines = metrics(tmp_path)
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert all(line["loss_tokens"] == 8 for line in steps)
+    assert [line["step"] for line in lines if "validation_loss" in line] == [2, 4]
+    for rank in (0, 1):
+        events = rank_jobs.events(str(tmp_path), rank)
+        assert [event["kind"] for event in events if event["kind"] not in ("step", "validation")] == [
+            "census",
+            "start",
+            "end",
+        ]
+        assert sum(len(event["sample_ids"]) for event in events if event["kind"] == "step") == 16
+    assert "4/4" in (tmp_path / "log.txt").read_text()
+
+
+def test_metrics_do_not_depend_on_the_logging_interval_or_the_world(ranks, tmp_path):
+    seen = []
+    for world, every in ((1, 1), (2, 3), (2, 100)):
+        folder = tmp_path / f"{world}-{every}"
+        folder.mkdir()
+        ranks(world).run(rank_jobs.whole_run, str(folder), f"run.log_every={every}")
+        seen.append([line["loss"] for line in metrics(folder) if "loss" in line])
+    assert seen[1] == seen[2]
+    assert seen[0] == pytest.approx(seen[1], rel=1e-12)
+
+
+def test_a_nan_stops_the_run_names_the_rank_and_leaves_a_bundle_that_replays(ranks, tmp_path):
+    first, second = ranks(2).run(rank_jobs.run_with_nan, str(tmp_path))
+    assert "step 3" in first
+    assert "on rank 0" in second
+    assert "fourfold replay" in first
+    folder = tmp_path / "failures" / "step-000003-rank0"
+    assert str(folder) in first
+    assert not (tmp_path / "failures" / "step-000003-rank1").exists()
+    document = replay(folder)
+    assert document["reproduced"]
+    assert "forward" in document["first_nonfinite"]
+    assert document["step"] == 3
+    assert all(math.isfinite(line["loss"]) for line in metrics(tmp_path))
+
+
+def test_a_bundle_that_is_none_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"bundle\.json"):
+        replay(tmp_path)
+    (tmp_path / "bundle.json").write_text('{"schema": "another/1"}')
+    with pytest.raises(DataError):
+        replay(tmp_path)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.train import rank_jobs
+
+from fourfold.launch.pool import RankPool
+
+
+def close(a: object, b: object) -> bool:
+    return torch.allclose(torch.tensor(a), torch.tensor(b), rtol=1e-12, atol=1e-14)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    with RankPool(1, timeout_s=60) as pool:
+        yield pool.run(rank_jobs.few_steps, 4)[0]
+
+
+@pytest.mark.parametrize("sets", [(), ("batch.micro_batch=4",), ("batch.micro_batch=1",), ("data.workers=1",)])
+def test_no_cut_of_the_global_batch_changes_a_step(ranks, one_device, sets):
+    first, second = ranks(2).run(rank_jobs.few_steps, 4, *sets)
+    for seen in (first, second):
+        for what in ("loss", "norm", "rate"):
+            assert close(seen[what], one_device[what])
+        for name, values in one_device["parameters"].items():
+            assert close(seen["parameters"][name], values), name
+        assert close(seen["validation"][0], one_device["validation"][0])
+        assert seen["validation"][1:] == one_device["validation"][1:] == (2, 2)
+    for both, alone in zip(zip(first["ids"], second["ids"], strict=True), one_device["ids"], strict=True):
+        assert sorted(both[0] + both[1]) == sorted(alone)
+
+
+def test_the_partial_last_batch_counts_by_its_true_targets(ranks):
+    sets = ("data.samples=37", 'data.last_batch="keep"', "run.steps=5")
+    with RankPool(1, timeout_s=60) as pool:
+        alone = pool.run(rank_jobs.few_steps, 5, *sets)[0]
+    for seen in ranks(2).run(rank_jobs.few_steps, 5, *sets):
+        assert close(seen["loss"], alone["loss"])
+        assert close(seen["norm"], alone["norm"])
+
+
+def test_clipping_acts_and_returns_the_norm_before_it(ranks):
+    (free, _), (cut, _) = (
+        ranks(2).run(rank_jobs.few_steps, 1, f"optimizer.clip_norm={norm}") for norm in (0.0, 1e-6)
+    )
+    assert close(free["norm"], cut["norm"])
+    assert free["parameters"] != cut["parameters"]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_the_wish_of_one_rank_to_stop_is_known_to_all_in_the_same_step(ranks, who):
+    assert ranks(2).run(rank_jobs.wish_to_stop, who) == [[False, True, False]] * 2
+
+
+def test_a_rank_with_a_nonfinite_loss_is_named_and_the_others_only_follow(ranks):
+    (text0, secondary0), (text1, secondary1) = ranks(2).run(rank_jobs.nonfinite, "loss")
+    assert "on rank 1" in text0
+    assert "on rank 1" in text1
+    assert (secondary0, secondary1) == (True, False)
+
+
+def test_an_overflow_in_backward_is_nobodys_loss(ranks):
+    for text, secondary in ranks(2).run(rank_jobs.nonfinite, "gradient"):
+        assert "overflowed in backward" in text
+        assert not secondary
+    assert ranks(2).run(rank_jobs.nonfinite, "nowhere") == [("", False)] * 2
