@@ -91,15 +91,14 @@ def measure(plan_json: str, run_path: str, pairs: int) -> list[dict[str, float]]
     import torch
     import torch.distributed as dist
 
-    from fourfold.launch.rank import Joined, Rank
     from fourfold.plan.run_plan import RunPlan
     from fourfold.record.run_dir import RunDir
     from fourfold.train.recorder import Recorder
     from fourfold.train.setup import open_training
+    from fourfold.verify.here import joined_here
 
     plan = RunPlan.model_validate_json(plan_json)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    joined = Joined(Rank(rank, rank, world, world, 0), None, torch.device("cpu"))
+    joined = joined_here()
     rounds = pairs + WARM_UP_STEPS
     with (
         open_training(plan.spec, joined) as training,
@@ -145,7 +144,7 @@ def main() -> int:
     from fourfold.spec.load import load_spec
 
     steps = f"run.steps={asked.pairs + WARM_UP_STEPS}"
-    plan = make_run_plan(load_spec(asked.spec, [steps]), asked.nproc, "benchmark")
+    plan = make_run_plan(load_spec(asked.spec, [steps]), asked.nproc, ("benchmark",))
     with tempfile.TemporaryDirectory() as folder, RankPool(asked.nproc, timeout_s=3600) as pool:
         run = claim(Path(folder) / "run")
         times = pool.run(measure, plan.model_dump_json(), str(run.path), asked.pairs)[0]

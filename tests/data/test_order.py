@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import permutations
+from math import isqrt
 
 import numpy as np
 import pytest
@@ -85,14 +86,17 @@ def test_both_parities_occur_for_small_sets() -> None:
 
 
 @pytest.mark.parametrize("samples", [1025, 1089, 4096])
-def test_large_sets_are_even_in_position_and_in_steps_between_neighbours(samples: int) -> None:
-    places, steps = np.zeros(samples), np.zeros(16)
-    for seed in range(200):
-        ids = SampleOrder(samples, seed).ids(0, np.arange(2))
-        places[ids] += 1
-        steps[(ids[1] - ids[0]) % samples * 16 // samples] += 1
+def test_large_sets_are_even_in_place_and_in_the_distances_of_near_positions(samples: int) -> None:
+    """With too few rounds, what lies in one row or column of the grid keeps its distance."""
+    width = -(-samples // (isqrt(samples - 1) + 1))
+    places, distances = np.zeros(samples), np.zeros((3, 16))
+    for seed in range(400):
+        here, beside, below, across = SampleOrder(samples, seed).ids(0, np.array([0, 1, width, width + 1]))
+        places[here] += 1
+        for kind, distance in enumerate((here - beside, here - below, here - beside - below + across)):
+            distances[kind, distance % samples * 16 // samples] += 1
     assert chi_square(places) < 5
-    assert chi_square(steps) < 5
+    assert [chi_square(each) < 5 for each in distances] == [True] * 3
 
 
 @pytest.mark.parametrize("samples", [50, 5000])

@@ -114,6 +114,12 @@ def test_a_position_where_no_step_begins_is_refused(position: int) -> None:
         schedule(samples=100, global_batch=12).step_at(position)
 
 
+def test_a_microbatch_of_all_ranks_is_a_run_of_rows() -> None:
+    cut = schedule(global_batch=12, micro_batch=2, accumulation=2, degree=3)
+    rows = [[cut.rows(rank, micro).tolist() for rank in range(3)] for micro in range(2)]
+    assert rows == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [10, 11]]]
+
+
 def test_many_steps_at_once_are_the_steps_one_by_one() -> None:
     cut = schedule(samples=50, global_batch=12, last_batch="keep", micro_batch=2, accumulation=3, degree=2)
     rows = np.concatenate([cut.rows(1, micro) for micro in range(3)])

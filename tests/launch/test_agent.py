@@ -73,12 +73,12 @@ def test_the_first_failing_ranks_own_error_comes_last_with_its_file(tmp_path, ca
     outcome = plain(tmp_path, "lost", "raise")
     assert outcome.exit_code == SpecError.exit_code
     screen = capfd.readouterr().err
-    assert screen.index("rank 0 lost the other ranks") < screen.index("rank 1 failed at step 5 (forward): a")
+    assert screen.index("rank 0 could not go on") < screen.index("rank 1 failed at step 5 (forward): a")
     file = tmp_path / "failures" / "rank1.json"
     assert str(file) in screen
     assert FailureReport.model_validate_json(file.read_text()).exit_code == SpecError.exit_code
     text = (tmp_path / "failures.md").read_text()
-    assert text.index("rank 1 failed") < text.index("Traceback") < text.index("rank 0 lost the other ranks")
+    assert text.index("rank 1 failed") < text.index("Traceback") < text.index("rank 0 could not go on")
 
 
 def test_rank_0s_own_error_is_told_once(tmp_path, capfd):
@@ -176,6 +176,6 @@ def test_with_torch_the_first_failing_rank_is_named_last(tmp_path, capfd, how, e
     outcome = with_torch(tmp_path, how, timeout_s=2.0 if how == "hang" else 60.0)
     assert outcome.exit_code == exit_code
     screen = capfd.readouterr().err
-    assert screen.index("rank 0 lost the other ranks at step 5") < screen.index(says)
+    assert screen.index("rank 0 could not go on at step 5") < screen.index(says)
     if how == "hang":
         assert "torch_rank.py" in Path(outcome.failures[0].evidence).read_text()

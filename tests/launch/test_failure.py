@@ -146,6 +146,13 @@ def test_what_only_says_that_others_are_gone(error, expected):
     assert is_secondary(error) is expected
 
 
+def test_an_error_of_ours_says_itself_that_it_only_follows():
+    error = CheckFailed(Problem("loss", "nan on rank 1", "", ""))
+    assert not is_secondary(error)
+    error.secondary = True
+    assert is_secondary(error)
+
+
 def test_an_error_in_words_keeps_its_notes_and_drops_gloos_advice():
     error = ValueError("bad")
     error.add_note("failure bundle: here")

@@ -35,7 +35,7 @@ def run_alone(run_dir: Path, way: str, rank: int = 0, **more: str) -> subprocess
     [
         ("raise", 2, "rank 0 failed at step 5 (forward): a"),
         ("bug", 1, "rank 0 failed at step 5 (forward): ValueError: a plain bug"),
-        ("lost", 1, "rank 0 lost the other ranks at step 5 (forward): RuntimeError: [gloo"),
+        ("lost", 1, "rank 0 could not go on at step 5 (forward): RuntimeError: [gloo"),
     ],
 )
 def test_an_exception_is_written_down_and_gives_its_exit_code(tmp_path, way, exit_code, says):
@@ -94,7 +94,7 @@ def test_a_rank_that_lost_another_machines_rank_tells_what_that_one_said(tmp_pat
     told = [rank.communicate()[1] for rank in ranks]
     says = "rank 1 failed at step 5 (forward): ValueError: an error of its own\n"
     assert told[1] == says
-    assert told[0].startswith("rank 0 lost the other ranks at step 5")
+    assert told[0].startswith("rank 0 could not go on at step 5")
     assert told[0].endswith(says)
 
 

@@ -27,7 +27,7 @@ LOST = FailureReport(
 
 def test_on_the_screen_the_cause_is_last_and_consequences_take_one_line():
     lines = on_screen([KILLED, LOST]).splitlines()
-    assert lines[0] == "rank 0 lost the other ranks at step 5 (backward): RuntimeError: closed"
+    assert lines[0] == "rank 0 could not go on at step 5 (backward): RuntimeError: closed"
     assert lines[2] == "rank 1 was killed by SIGKILL at step 5 (forward)"
     assert "  file:  logs/rank1.txt" in lines
     assert "dmesg" in lines[-1]

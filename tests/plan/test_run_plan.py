@@ -144,3 +144,9 @@ def test_state_bytes_of_nothing() -> None:
 def test_all_reduce(payload: int, ranks: int) -> None:
     sent = all_reduce_sent_bytes(payload, ranks)
     assert 0 <= sent * ranks - 2 * (ranks - 1) * payload < ranks
+
+
+def test_a_run_that_ends_inside_its_warm_up_is_planned_with_a_note():
+    plan = make_run_plan(load_spec("tiny", ["run.steps=5"]), 1, ("test",))
+    assert any("inside the warm-up of 20 steps" in note for note in plan.notes)
+    assert not make_run_plan(load_spec("tiny", ["run.steps=20"]), 1, ("test",)).notes

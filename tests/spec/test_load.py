@@ -99,7 +99,7 @@ def test_a_setting_replaces_a_whole_section() -> None:
         ("run.dir=runs/x", "runs/x"),
         ("run.dir=~/runs/2024", "~/runs/2024"),
         ("run.dir=./a.b", "./a.b"),
-        ("run.dir=/tmp/x-1", "/tmp/x-1"),
+        ("run.dir=/data/x-1", "/data/x-1"),
         ("data.kind=jsonl", "jsonl"),
         ("model.target=a.b:c", "a.b:c"),
         ('run.dir="a b=c"', "a b=c"),

@@ -120,7 +120,7 @@ def row(pieces: Sequence[NDArray[Any]], sequence: int, attend_across: bool = Fal
         numbers[begin:filled] = number
     numbers[filled:] = len(pieces)
     valid = numbers[1:] == numbers[:-1]
-    valid[max(filled - 1, 0) :] = False
+    valid[filled:] = False
     documents = numbers[:-1]
     if attend_across:
         documents = (documents == len(pieces)).astype(np.int32)

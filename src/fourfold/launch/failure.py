@@ -4,7 +4,7 @@
     raised      an error of its own
     hung        no sign of life while the others waited
     left        ended well while the others still waited for it
-    collective  lost the others: a consequence of one of the above, in another rank
+    collective  could not go on without the others: a consequence, in another rank, of one of the above
     disagreed   finished while another stopped after a signal
 
 In this order a failure is taken for the cause of the others; of one kind, the earliest. A collective names no
@@ -67,7 +67,7 @@ class FailureReport(Value):
             "raised": "failed",
             "hung": "hung",
             "left": f"ended with exit code {EXIT_DONE}",
-            "collective": "lost the other ranks",
+            "collective": "could not go on",
             "disagreed": "went on to the end",
         }[self.kind]
 

@@ -236,7 +236,7 @@ def _report(rank: int, kind: Any, message: str, exit_code: int, stack: str = "")
 def _failed(what: str, failures: Sequence[FailureReport]) -> RankFailed:
     """The cause, with the rank and exit code of it; the others are named."""
     cause, *others = failures
-    verb = {"hung": "hung", "collective": "lost the other ranks"}.get(cause.kind, "failed")
+    verb = {"hung": "hung", "collective": "could not go on"}.get(cause.kind, "failed")
     if cause.kind == "killed":
         verb = f"was killed by {signal_name(cause.exit_code - EXIT_KILLED_BASE)}"
     found = f"rank {cause.rank} {verb}" + (f": {cause.message}" if cause.message else "")

@@ -70,7 +70,8 @@ def join(rank: Rank, device: str, timeout_s: float) -> Iterator[Joined]:
     timeout_s: longest wait in one collective; others may come up to `START_S` late. The group is destroyed on a
     clean exit only: after an error other ranks may be gone or stuck, and nothing here may wait for them.
     Collectives: those of init_process_group. Raises SpecError for a device that is not there; what torch raises
-    (`is_secondary`), naming the ranks that are missing, when others do not come.
+    (`is_secondary`), naming the ranks that are missing, when others do not come. An error that leaves this
+    block must end the process as `guard` does: the interpreter's own farewell aborts over a living group.
     """
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous

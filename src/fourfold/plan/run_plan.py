@@ -88,7 +88,7 @@ def make_run_plan(
         state_bytes=state,
         gradient_bytes_per_step=sent,
         not_predicted=_not_predicted(spec),
-        notes=(*loaded.notes, *_notes(spec.hardware, nproc)),
+        notes=(*loaded.notes, *_notes(spec, nproc)),
     )
 
 
@@ -150,7 +150,20 @@ def _not_predicted(spec: Spec) -> tuple[str, ...]:
     return tuple(missing)
 
 
-def _notes(hardware: HardwareSpec, nproc: int) -> tuple[str, ...]:
+def _notes(spec: Spec, nproc: int) -> tuple[str, ...]:
+    return (*_short_of_warm_up(spec), *_crowded(spec.hardware, nproc))
+
+
+def _short_of_warm_up(spec: Spec) -> tuple[str, ...]:
+    warmup, steps = spec.optimizer.warmup_steps, spec.run.steps
+    if warmup <= steps:
+        return ()
+    return (
+        f"run.steps = {steps} ends inside the warm-up of {warmup} steps: the learning rate stays below optimizer.lr",
+    )
+
+
+def _crowded(hardware: HardwareSpec, nproc: int) -> tuple[str, ...]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if hardware.device == "cuda" or nproc <= cores:
         return ()

@@ -105,21 +105,17 @@ def schedule_fits(spec: Spec) -> Problem | None:
             instead="leave optimizer.decay_steps out or --set optimizer.schedule=wsd",
         )
     decay = optimizer.decay_steps or 0
-    if warmup + decay <= steps:
+    # A run that ends inside its warm-up is a short trial, and its plan says so; a decay that begins inside the
+    # warm-up is a contradiction.
+    if decay == 0 or warmup + decay <= steps:
         return None
-    lengths = f"optimizer.warmup_steps = {warmup}" + (
-        f" and optimizer.decay_steps = {decay}" if decay else ""
-    )
-    shorter = f"--set optimizer.warmup_steps={steps // 10}" + (
-        f" --set optimizer.decay_steps={steps // 10}" if decay else ""
-    )
+    share = steps // 10
     return Problem(
-        asked=f"{lengths} with run.steps = {steps}",
+        asked=f"optimizer.warmup_steps = {warmup} and optimizer.decay_steps = {decay} with run.steps = {steps}",
         found=f"{warmup + decay} steps of schedule in {steps} steps",
-        why="the run would end before its schedule does"
-        if decay
-        else "the learning rate would never be reached",
-        instead=f"{shorter} or --set run.steps={warmup + decay} or more",
+        why="the decay would begin before the warm-up has ended",
+        instead=f"--set optimizer.warmup_steps={share} --set optimizer.decay_steps={share}"
+        f" or --set run.steps={warmup + decay} or more",
     )
 
 

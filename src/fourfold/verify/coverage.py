@@ -70,7 +70,7 @@ def verify_coverage(
         check.denominators(ledgers, sources.train, transforms)
         samples = len(sources.validation) if sources.validation is not None else None
         check.validation([delivery.validation for delivery in deliveries], samples)
-    return check.document(folder, settled, world)
+    return check.document(folder, "coverage", settled, world)
 
 
 def run_coverage(path: Path, *, out: Path | None = None, command: str = "") -> dict[str, Any]:
@@ -102,7 +102,8 @@ def run_coverage(path: Path, *, out: Path | None = None, command: str = "") -> d
         ledgers = [RankLedger(ledger.rank, ledger.ids[:last], ledger.rows[:last]) for ledger in ledgers]
         check.open("steps after the run failed", f"{last} steps are on all ranks' records", "a run that ends")
     check.ledger(ledgers, last)
-    return check.document(open_folder(path if out is None else out, spec.name), spec, degree)
+    folder = open_folder(path if out is None else out, spec.name)
+    return check.document(folder, "coverage-of-run", spec, degree)
 
 
 def _recorded(reader: RunReader, rank: int, schedule: BatchSchedule) -> RankLedger:

@@ -258,8 +258,8 @@ class LedgerCheck:
             found.clean and found.delivered == samples,
         )
 
-    def document(self, run: RunDir, spec: Spec, world: int) -> dict[str, Any]:
-        """The document fourfold.verify.coverage/1, also written to findings/coverage.json."""
+    def document(self, run: RunDir, name: str, spec: Spec, world: int) -> dict[str, Any]:
+        """The document fourfold.verify.coverage/1, also written to findings/<name>.json."""
         facts = {
             "spec": spec.name,
             "world": world,
@@ -270,7 +270,7 @@ class LedgerCheck:
             "ranks": self.ranks,
             "epochs": self.epochs,
         }
-        path = write_findings(run, "coverage", self.findings, SCHEMA, **facts)
+        path = write_findings(run, name, self.findings, SCHEMA, **facts)
         return document(SCHEMA, self.findings, **facts, findings_file=str(path))
 
 
