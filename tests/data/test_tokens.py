@@ -80,6 +80,13 @@ def test_it_pickles_small_and_is_mapped_again(folder: Path) -> None:
     assert np.array_equal(again.tokens, corpus.tokens)
 
 
+def test_a_file_replaced_in_between_is_refused(folder: Path) -> None:
+    pickled = pickle.dumps(open_tokens(str(folder / "made")))
+    edit_header(folder, content_hash="0" * 32)
+    with pytest.raises(DataError, match="changed while it was being read"):
+        pickle.loads(pickled)
+
+
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 def test_wider_tokens_are_read_as_little_endian(tmp_path: Path, dtype: Any) -> None:
     stored = np.array([300, 5, 0, 7, 0], dtype=np.dtype(dtype).newbyteorder("<"))

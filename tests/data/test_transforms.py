@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,6 +104,20 @@ def test_all_that_does_not_fit_comes_at_once() -> None:
     assert [problem.where for problem in error.value.problems] == [f"data.transforms[{n}]" for n in (0, 2, 3)]
     with pytest.raises(SpecError, match="token_noise"):
         make_transforms(specs[1:2], None)
+
+
+def test_a_function_in_the_working_directory_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "changes_here.py").write_text("def keep(sample, draws):\n    return sample\nnumber = 5\n")
+    (tmp_path / "broken_here.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", sys.path.copy())
+    make_transforms([TransformSpec(kind="import", target="changes_here:keep")], 256)
+    with pytest.raises(SpecError, match="number is a int"):
+        make_transforms([TransformSpec(kind="import", target="changes_here:number")], 256)
+    with pytest.raises(SpecError, match="ZeroDivisionError"):
+        make_transforms([TransformSpec(kind="import", target="broken_here:change")], 256)
 
 
 def test_no_transforms_leave_the_sample() -> None:

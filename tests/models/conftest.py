@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from fourfold.data.batch import Batch
+from fourfold.models.decoder import Decoder, DecoderKit
+from fourfold.spec.model import DecoderSpec
 
 VOCABULARY = 61
 
@@ -67,6 +69,16 @@ def take(batch: Batch, rows: Sequence[int]) -> Batch:
     return replace(batch, **picked)
 
 
+def build_random(spec: DecoderSpec, dtype: torch.dtype = torch.float64, seed: int = 0) -> Decoder:
+    """With every value random: at the real start biases are 0 and logits small, which hides mistakes."""
+    module = DecoderKit(spec).build(seed, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=dtype)
+    return module
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
     """These tensors are too small to share, and on busy cores threads that wait for each other cost seconds."""
@@ -89,3 +101,8 @@ def vectors() -> Callable[..., Batch]:
 @pytest.fixture
 def rows_of() -> Callable[[Batch, Sequence[int]], Batch]:
     return take
+
+
+@pytest.fixture
+def built() -> Callable[..., Decoder]:
+    return build_random

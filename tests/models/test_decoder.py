@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.data.batch import Batch
-from fourfold.models.attention import Cached, rotate
 from fourfold.models.decoder import Decoder, DecoderKit
 from fourfold.models.protocol import LossModule, parameter_rules
 from fourfold.plan.parameters import count_parameters
@@ -21,6 +20,7 @@ from fourfold.spec.model import DecoderSpec
 
 Make = Callable[..., Batch]
 Take = Callable[..., Batch]
+Build = Callable[..., Decoder]
 
 EVERY_PART = DecoderSpec(
     layers=2, width=32, heads=4, kv_heads=2, vocabulary=61, tied=True, biases=True, dropout=0.1
@@ -46,16 +46,6 @@ def changed(spec: DecoderSpec, **values: Any) -> DecoderSpec:
     return spec.model_copy(update=values)
 
 
-def built(spec: DecoderSpec, dtype: torch.dtype = torch.float64, seed: int = 0) -> Decoder:
-    """With every value random: at the real start biases are 0 and logits small, which hides mistakes."""
-    module = DecoderKit(spec).build(seed, dtype)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=dtype)
-    return module
-
-
 def gradients(spec: DecoderSpec, module: nn.Module, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum of the batches' loss sums, and the gradient of it."""
     kit = DecoderKit(spec)
@@ -78,7 +68,9 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor], bound: float =
 
 
 @each_spec
-def test_a_packed_document_computes_what_it_computes_alone(spec: DecoderSpec, tokens: Make) -> None:
+def test_a_packed_document_computes_what_it_computes_alone(
+    spec: DecoderSpec, tokens: Make, built: Build
+) -> None:
     module = built(spec)
     batch = tokens([[5, 11, 1, 7], [24]])
     packed = module(batch.inputs, batch.documents)
@@ -91,7 +83,7 @@ def test_a_packed_document_computes_what_it_computes_alone(spec: DecoderSpec, to
 
 
 @each_spec
-def test_documents_that_may_attend_across_do(spec: DecoderSpec, tokens: Make) -> None:
+def test_documents_that_may_attend_across_do(spec: DecoderSpec, tokens: Make, built: Build) -> None:
     spec = changed(spec, dropout=0.0)
     module = built(spec)
     batch = tokens([[12, 12]])
@@ -103,7 +95,7 @@ def test_documents_that_may_attend_across_do(spec: DecoderSpec, tokens: Make) ->
 
 
 @each_spec
-def test_a_later_token_changes_no_earlier_logit(spec: DecoderSpec, tokens: Make) -> None:
+def test_a_later_token_changes_no_earlier_logit(spec: DecoderSpec, tokens: Make, built: Build) -> None:
     module = built(spec)
     batch = tokens([[9, 15]])
     for documents in (None, batch.documents):
@@ -121,7 +113,7 @@ def test_a_later_token_changes_no_earlier_logit(spec: DecoderSpec, tokens: Make)
     "split", [[[0, 1, 2, 3, 4, 5]], [[5, 2], [0, 4, 3], [1]], [[3], [1], [5], [0], [2], [4]]]
 )
 def test_microbatches_in_any_split_and_order_sum_to_the_same(
-    spec: DecoderSpec, split: list[list[int]], tokens: Make, rows_of: Take
+    spec: DecoderSpec, split: list[list[int]], tokens: Make, rows_of: Take, built: Build
 ) -> None:
     """With dropout on and unequal numbers of valid targets."""
     spec = changed(spec, dropout=0.2)
@@ -133,7 +125,7 @@ def test_microbatches_in_any_split_and_order_sum_to_the_same(
     assert_same(whole, parts)
 
 
-def test_dropout_is_drawn_anew_each_step_and_only_in_training(tokens: Make) -> None:
+def test_dropout_is_drawn_anew_each_step_and_only_in_training(tokens: Make, built: Build) -> None:
     kit, module, batch = DecoderKit(EVERY_PART), built(EVERY_PART), tokens([[24], [24]])
     first, _ = kit.loss(module, batch)
     again, _ = kit.loss(module, batch)
@@ -147,7 +139,9 @@ def test_dropout_is_drawn_anew_each_step_and_only_in_training(tokens: Make) -> N
     assert still == without
 
 
-def test_dropout_acts_in_each_of_its_places_with_its_own_name(tokens: Make, monkeypatch: Any) -> None:
+def test_dropout_acts_in_each_of_its_places_with_its_own_name(
+    tokens: Make, monkeypatch: Any, built: Build
+) -> None:
     seen: list[str] = []
 
     def note(self: object, x: Tensor, p: float, name: str) -> Tensor:  # noqa: ARG001
@@ -163,107 +157,11 @@ def test_dropout_acts_in_each_of_its_places_with_its_own_name(tokens: Make, monk
     assert set(seen) <= {name for name, _ in module.named_modules()}
 
 
-def test_rotary_scores_depend_on_distance_alone() -> None:
-    turns = Cached(16, 10000.0).turns(40, torch.zeros(1, dtype=torch.float64))
-    query, key = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64).unbind(0)
-
-    def score(i: int, j: int) -> Tensor:
-        return (rotate(query, turns[i : i + 1]) * rotate(key, turns[j : j + 1])).sum()
-
-    for distance in (0, 1, 7):
-        expected = score(distance, 0)
-        for place in (1, 20, 32):
-            torch.testing.assert_close(score(place + distance, place), expected, rtol=1e-12, atol=1e-12)
-    assert (score(7, 0) - score(0, 0)).abs() > 1e-3
-    assert torch.equal(rotate(query, turns[:1]), query)
-
-
-def test_rotary_angles_are_those_of_the_paper() -> None:
-    turns = Cached(8, 100.0).turns(5, torch.zeros(1, dtype=torch.float64))
-    for place in range(5):
-        for pair in range(4):
-            angle = place * 100.0 ** (-2 * pair / 8)
-            assert turns[place, 0, pair].real.item() == pytest.approx(math.cos(angle), abs=1e-15)
-            assert turns[place, 0, pair].imag.item() == pytest.approx(math.sin(angle), abs=1e-15)
-
-
-def test_rotary_is_made_once_per_length_in_fp32_or_wider() -> None:
-    cached = Cached(8, 10000.0)
-    narrow = torch.zeros(1, dtype=torch.bfloat16)
-    assert cached.turns(6, narrow) is cached.turns(6, narrow)
-    assert cached.turns(6, narrow).dtype == torch.complex64
-    assert cached.turns(6, narrow.double()).dtype == torch.complex128
-    assert (
-        rotate(torch.zeros(1, 6, 2, 8, dtype=torch.bfloat16), cached.turns(6, narrow)).dtype == torch.bfloat16
-    )
-
-
-def test_what_is_kept_from_a_forward_without_gradients_serves_training(tokens: Make) -> None:
+def test_what_is_kept_from_a_forward_without_gradients_serves_training(tokens: Make, built: Build) -> None:
     kit, module, batch = DecoderKit(EVERY_PART), built(EVERY_PART), tokens([[24]])
     with torch.inference_mode():
         kit.loss(module, batch)
     kit.loss(module, batch)[0].backward()
-
-
-def test_grouped_queries_are_repeated_keys_and_values(tokens: Make) -> None:
-    grouped = built(changed(EVERY_PART, kv_heads=2))
-    full_spec = changed(EVERY_PART, kv_heads=4)
-    full = DecoderKit(full_spec).build(0, torch.float64)
-    values = grouped.state_dict()
-    for name, value in values.items():
-        if ".attention.key." in name or ".attention.value." in name:
-            heads = value.view(2, 8, *value.shape[1:])
-            values[name] = heads.repeat_interleave(2, dim=0).flatten(0, 1)
-    full.load_state_dict(values)
-    batch = tokens([[10, 14]])
-    torch.testing.assert_close(
-        grouped(batch.inputs, batch.documents), full(batch.inputs, batch.documents), rtol=0, atol=1e-12
-    )
-
-
-def test_it_is_the_textbook_transformer(tokens: Make) -> None:
-    """Written out once more with plain loops over heads, softmax and all."""
-    spec = changed(LLAMA, dropout=0.0)
-    module, batch = built(spec), tokens([[6, 10]])
-    state, documents = module.state_dict(), batch.documents
-    assert documents is not None
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + spec.norm_eps).sqrt() * state[name + ".weight"]
-
-    def turned(x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        for t in range(16):
-            for d in range(0, 16, 2):
-                angle = t * spec.rope_theta ** (-d / 16)
-                a, b = x[t, d], x[t, d + 1]
-                out[t, d] = a * math.cos(angle) - b * math.sin(angle)
-                out[t, d + 1] = a * math.sin(angle) + b * math.cos(angle)
-        return out
-
-    x = state["embedding.weight"][batch.inputs[0]]
-    place = torch.arange(16)
-    seen = (place[:, None] >= place[None, :]) & (documents[0][:, None] == documents[0][None, :])
-    for i in range(spec.layers):
-        b = f"blocks.{i}."
-        h = norm(x, b + "attention_norm")
-        key = turned(h @ state[b + "attention.key.weight"].T)
-        value = h @ state[b + "attention.value.weight"].T
-        query = h @ state[b + "attention.query.weight"].T
-        heads = []
-        for head in range(4):
-            scores = turned(query[:, head * 16 : head * 16 + 16]) @ key.T / 4
-            heads.append(scores.masked_fill(~seen, float("-inf")).softmax(-1) @ value)
-        x = x + torch.cat(heads, -1) @ state[b + "attention.output.weight"].T
-        h = norm(x, b + "ffn_norm")
-        gate, up = h @ state[b + "ffn.gate.weight"].T, h @ state[b + "ffn.up.weight"].T
-        x = x + (gate * torch.sigmoid(gate) * up) @ state[b + "ffn.down.weight"].T
-    logits = norm(x, "norm") @ state["head.weight"].T
-    torch.testing.assert_close(module(batch.inputs, documents)[0], logits, rtol=0, atol=1e-11)
-    total, count = DecoderKit(spec).loss(module, batch)
-    expected = -logits.log_softmax(-1)[torch.arange(16), batch.targets[0]][batch.valid[0]].sum()
-    torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
-    assert count == batch.valid.sum()
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -329,7 +227,7 @@ def test_a_deeper_model_begins_with_the_same_embedding() -> None:
 
 
 @each_spec
-def test_no_valid_target_gives_zero_and_zero_gradients(spec: DecoderSpec, tokens: Make) -> None:
+def test_no_valid_target_gives_zero_and_zero_gradients(spec: DecoderSpec, tokens: Make, built: Build) -> None:
     spec = changed(spec, dropout=0.1)
     module, batch = built(spec, torch.float32), tokens([[24], [24]])
     batch = replace(batch, valid=torch.zeros_like(batch.valid), targets=torch.full_like(batch.targets, -7))
@@ -342,7 +240,7 @@ def test_no_valid_target_gives_zero_and_zero_gradients(spec: DecoderSpec, tokens
 
 
 @each_spec
-def test_padding_changes_nothing_and_is_never_nan(spec: DecoderSpec, tokens: Make) -> None:
+def test_padding_changes_nothing_and_is_never_nan(spec: DecoderSpec, tokens: Make, built: Build) -> None:
     """Padding at the end of a row, and a filler row that is nothing else, each a document of its own."""
     spec = changed(spec, dropout=0.0)
     module, batch = built(spec), tokens([[7, 9, 8], [24]])
@@ -354,16 +252,6 @@ def test_padding_changes_nothing_and_is_never_nan(spec: DecoderSpec, tokens: Mak
     _, changed_padding = gradients(spec, module, [other])
     assert all(value.isfinite().all() for value in padded.values())
     assert_same(padded, changed_padding)
-
-
-def test_a_document_number_however_large_stands_apart() -> None:
-    """The mask's arithmetic overflows to -inf at worst."""
-    documents = torch.tensor([[0, 1, 2**24 - 1, 2**24]], dtype=torch.int32)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        mask = Cached(8, 1e4).mask(documents, dtype)
-        weights = torch.softmax(mask.float(), -1)[0, 0]
-        assert mask.dtype == dtype
-        assert torch.equal(weights, torch.eye(4))
 
 
 @each_spec
@@ -424,7 +312,7 @@ def test_learned_positions_need_a_table_and_stay_inside_it(tokens: Make) -> None
 
 
 @each_spec
-def test_one_token_and_one_row(spec: DecoderSpec, tokens: Make) -> None:
+def test_one_token_and_one_row(spec: DecoderSpec, tokens: Make, built: Build) -> None:
     module, batch = built(spec), tokens([[1]])
     assert module(batch.inputs, batch.documents).shape == (1, 1, 61)
 
@@ -441,11 +329,3 @@ def test_loss_falls_on_a_batch_seen_again_and_again(tokens: Make) -> None:
         (total / count).backward()
         optimizer.step()
     assert losses[-1] < 0.3 * losses[0]
-
-
-def test_the_fused_kernel_agrees_with_torchs_own_unfused_one(tokens: Make) -> None:
-    module, batch = built(EVERY_PART), tokens([[10, 14]])
-    fused = module(batch.inputs, batch.documents)
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        plain = module(batch.inputs, batch.documents)
-    torch.testing.assert_close(fused, plain, rtol=0, atol=1e-12)

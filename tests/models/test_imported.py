@@ -126,6 +126,7 @@ def test_a_module_nowhere_is_answered_with_the_nearest(here: Path) -> None:
     problem = refused("qqqqq:line")
     assert str(here) in problem.found
     assert problem.instead.startswith("one of mine")
+    assert "no module mine.models.line" in refused("mine.models.line:factory").found
 
 
 @pytest.mark.usefixtures("here")

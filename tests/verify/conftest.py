@@ -74,7 +74,9 @@ def verb(
     A fault is planted in the ranks alone: the command, its reference and its ledger run as they are.
     """
 
-    def call(name: str, *options: str, fault: str | None = None, sets: Sequence[str] = ()) -> tuple[int, dict[str, Any]]:
+    def call(
+        name: str, *options: str, fault: str | None = None, sets: Sequence[str] = ()
+    ) -> tuple[int, dict[str, Any]]:
         def pool(world: int, *, timeout_s: float, setup: str | None) -> RankPool:
             assert setup is None, "the command plants nothing"
             return RankPool(world, timeout_s=min(timeout_s, 60.0), setup=fault)

@@ -62,7 +62,7 @@ def train(
     if rank is not None:
         from fourfold.train.rank import run_rank
 
-        return run_rank(plan, rank, None, loaded.text)
+        run_rank(plan, rank, None, loaded.text)
     return _run_here(plan, loaded.text, json)
 
 

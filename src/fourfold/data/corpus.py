@@ -1,7 +1,7 @@
 """A corpus in memory: documents of bytes, back to back, each followed by its end mark.
 
-Every reader here yields documents as pieces of bytes, so that the same code fills an array or a file larger than
-memory. What is wrong with the text is collected, up to 20 places, and raised once everything has been read.
+It is opened from the readers of `fourfold.data.documents`, or mapped from a token file (`fourfold.data.tokens`); in
+another process it is opened again, and must then be the same text.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _open_again(opening: Callable[..., Corpus], arguments: tuple[Any, ...], cont
         raise DataError(
             Problem(
                 asked=f"the text that the run began with (content hash {content_hash})",
-                found=f"content hash {corpus.content_hash} on opening {', '.join(arguments) or 'it'} again",
+                found=f"content hash {corpus.content_hash} on opening {_name(arguments)} again",
                 why="the text was changed while it was being read",
                 instead="start again once nothing writes to it",
             )
@@ -70,18 +70,21 @@ def open_stdlib() -> Corpus:
 
 def open_text(path: str) -> Corpus:
     """UTF-8 text: a file is one document; in a folder each `*.txt` file is one, by path. Raises DataError."""
+    path = str(documents.located(path, "text"))
     return _gather(documents.text(path), (open_text, (path,)))
 
 
 def open_jsonl(path: str, name: str) -> Corpus:
     """JSON lines: the field `name` of each line is one document. Raises DataError, with all bad lines up to 20."""
+    path = str(documents.located(path, "JSON lines"))
     return _gather(documents.jsonl(path, name), (open_jsonl, (path, name)))
 
 
-def pour(source: Documents, write_tokens: Write, write_offsets: Write) -> None:
+def pour(source: Documents, name: str, write_tokens: Write, write_offsets: Write) -> None:
     """Write all documents with their end marks, and their offsets as int64, through the two functions.
 
-    Memory is bounded by one piece. Raises DataError for bad text, and where there is no text at all.
+    name: of the text, for people. Memory is bounded by one piece.
+    Raises DataError for bad text, and where there is no text at all.
     """
     offset = count = 0
     write_offsets(struct.pack("<q", offset))
@@ -94,7 +97,7 @@ def pour(source: Documents, write_tokens: Write, write_offsets: Write) -> None:
         count += 1
         write_offsets(struct.pack("<q", offset))
     if offset == count * len(END_MARK):
-        raise DataError(documents.no_text(count))
+        raise DataError(documents.no_text(name, count))
 
 
 def content_hash(dtype: np.dtype[Any], tokens: xxhash.xxh3_128, offsets: xxhash.xxh3_128) -> str:
@@ -102,9 +105,13 @@ def content_hash(dtype: np.dtype[Any], tokens: xxhash.xxh3_128, offsets: xxhash.
     return xxhash.xxh3_128_hexdigest(dtype.name.encode() + tokens.digest() + offsets.digest())
 
 
+def _name(arguments: tuple[Any, ...]) -> str:
+    return str(arguments[0]) if arguments else "the standard library"
+
+
 def _gather(source: Documents, reopen: tuple[Callable[..., Corpus], tuple[Any, ...]]) -> Corpus:
     token_bytes, offset_bytes = bytearray(), bytearray()
-    pour(source, token_bytes.extend, offset_bytes.extend)
+    pour(source, _name(reopen[1]), token_bytes.extend, offset_bytes.extend)
     tokens = np.frombuffer(token_bytes, dtype=np.uint8)
     return Corpus(
         tokens=tokens,

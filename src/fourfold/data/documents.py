@@ -24,9 +24,16 @@ _MOST_PROBLEMS = 20
 _PIECE = 1 << 20  # bytes read at a time
 
 # Not the library itself: installed packages, its tests, and two programs that ship with it.
-_NOT_LIBRARY = frozenset(
-    "site-packages dist-packages test tests idlelib lib2to3 turtledemo __pycache__".split()  # noqa: SIM905
-)
+_NOT_LIBRARY = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+    "__pycache__",
+}
 
 
 def stdlib() -> Documents:
@@ -107,10 +114,10 @@ def located(path: str, what: str) -> Path:
     )
 
 
-def no_text(documents: int) -> Problem:
+def no_text(name: str, documents: int) -> Problem:
     """Every document is empty, or there is none."""
     return Problem(
-        asked="text to train on",
+        asked=f"text to train on from {name}",
         found=f"{documents} documents, all of them empty" if documents else "no document at all",
         why="there is nothing to predict",
         instead="a file with text in it",

@@ -65,7 +65,7 @@ def prepare(source: str, output: str, kind: Literal["text", "jsonl"], field: str
     try:
         places[0].parent.mkdir(parents=True, exist_ok=True)
         with _all_or_none(places) as (tokens, offsets, header_file):
-            pour(reading, tally.into(tokens), tally.offsets_into(offsets))
+            pour(reading, source, tally.into(tokens), tally.offsets_into(offsets))
             header = tally.header()
             header_file.write((header.model_dump_json(by_alias=True, indent=2) + "\n").encode())
     except DataError:

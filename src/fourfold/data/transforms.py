@@ -5,10 +5,12 @@ So a sample is changed alike on every rank, worker and layout, and differently i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 
@@ -97,15 +99,21 @@ def _make(spec: TransformSpec, vocabulary: int | None, where: str) -> Transform:
         return GaussianNoise(spec.std)
     try:
         _function(spec.target)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # whatever the user's module raises while it is imported
         raise SpecError(_not_importable(spec.target, error, where)) from error
     return Imported(spec.target)
 
 
 @lru_cache(maxsize=64)
 def _function(target: str) -> Transform:
+    """The function, looked for in the working directory first, as `python -m` does (and a model of one's own)."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
     module, _, name = target.partition(":")
     function: Transform = getattr(import_module(module), name)
+    if not callable(function):
+        raise TypeError(f"{name} is a {type(function).__name__}, not a function")
     return function
 
 
@@ -131,7 +139,7 @@ def _not_importable(target: str, error: Exception, where: str) -> Problem:
         asked=f'the transform "{target}"',
         found=f"{type(error).__name__}: {error}",
         why='it is imported as "package.module:function"',
-        instead="PYTHONPATH=FOLDER fourfold …, with the folder that the package lies in",
+        instead="the module's dotted name; start in the folder that holds it, or PYTHONPATH=FOLDER fourfold …",
         where=where,
     )
 

@@ -41,7 +41,7 @@ _PRELOAD = [
     "fourfold.launch.pool_rank",
 ]
 _START_S = 60.0  # beside timeout_s, for the server's imports on a slow machine
-_CAUSE_S = 1.0  # from a rank that lost the others: time for the cause to show itself
+_CAUSE_S = 1.0  # from a rank that could not go on without the others: time for the cause to show itself
 _OTHERS_S = 0.1  # from any other failure: time for a second one of the same moment
 _STACKS_S = 0.3
 _END_S = 5.0

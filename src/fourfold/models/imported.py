@@ -147,7 +147,7 @@ def _import(target: str, path: str) -> ModuleType:
         if path != missing and not path.startswith(missing + "."):
             raise _failed(target, error, f"importing {path} fails") from error
         parent, _, name = missing.rpartition(".")
-        folders = list(sys.modules[parent].__path__) if parent else [here]
+        folders = getattr(sys.modules[parent], "__path__", ()) if parent else [here]
         files = (entry for folder in folders if Path(folder).is_dir() for entry in Path(folder).iterdir())
         names = (entry.stem for entry in files if entry.suffix == ".py" or entry.is_dir())
         raise _error(

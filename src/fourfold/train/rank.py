@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import NoReturn
 
-from fourfold.launch.guard import guard
+import torch.distributed as dist
+
+from fourfold.launch.guard import guard, leave
 from fourfold.launch.pulse import Pulse
 from fourfold.launch.rank import Joined, Rank, join
 from fourfold.launch.stop import StopRequest
@@ -22,22 +25,31 @@ from fourfold.train.start import open_run
 LONG_PHASE = "opening data and model"
 
 
-def run_rank(plan: RunPlan, rank: Rank, run: RunDir | None, text: str = "") -> int:
-    """Train on this rank; returns 0, or 75 after an agreed stop. A failure ends the process (see `guard`).
+def run_rank(plan: RunPlan, rank: Rank, run: RunDir | None, text: str = "") -> NoReturn:
+    """Train on this rank and end the process: with 0, with 75 after an agreed stop, or as `guard` says.
 
     run: the claimed run directory, or None for rank 0 to claim one and tell the others (under torchrun)
     and to keep `text`, the TOML asked with, in it.
     Collectives: those of `train.loop.train`; the name of the run directory goes through the store.
     """
-    run_spec = plan.spec.run
-    with StopRequest() as stop, join(rank, plan.spec.hardware.device, run_spec.timeout_s) as joined:
-        if run is None:
-            run = _agree_on_run(plan, text, joined)
-        pulse = Pulse(run.path / "pulse", rank.rank)
-        with guard(rank, joined.store, run.path, pulse):
-            pulse.beat(0, LONG_PHASE, patient=True)
-            ending = train(plan, joined, run, stop, pulse.beat)
-        pulse.close()
+    device, timeout_s = plan.spec.hardware.device, plan.spec.run.timeout_s
+    with StopRequest() as stop:
+        if run is not None:
+            with guard(rank, None, run.path, None), join(rank, device, timeout_s) as joined:
+                code = _train_guarded(plan, joined, run, stop)
+        else:
+            with join(rank, device, timeout_s) as joined:
+                code = _train_guarded(plan, joined, _agree_on_run(plan, text, joined), stop)
+        leave(code)
+
+
+def _train_guarded(plan: RunPlan, joined: Joined, run: RunDir, stop: StopRequest) -> int:
+    """From here on a failure can be told to the other ranks, through the store."""
+    pulse = Pulse(run.path / "pulse", joined.rank.rank)
+    with guard(joined.rank, joined.store, run.path, pulse):
+        pulse.beat(0, LONG_PHASE, patient=True)
+        ending = train(plan, joined, run, stop, pulse.beat)
+    pulse.close()
     return EXIT_DONE if ending == "finished" else EXIT_STOPPED
 
 
@@ -49,26 +61,28 @@ def _agree_on_run(plan: RunPlan, text: str, joined: Joined) -> RunDir:
             run = open_run(plan, text)
         except FourfoldError as error:
             joined.store.set(key, json.dumps({"error": str(error)}))
+            dist.destroy_process_group()  # every rank ends here, in the same way
             raise
         joined.store.set(key, json.dumps({"path": str(run.path.absolute())}))
         print(f"run directory {run.path}", file=sys.stderr, flush=True)
         return run
     told = json.loads(joined.store.get(key))
     if "error" in told:
+        dist.destroy_process_group()
         raise SpecError(
             Problem("the run directory that rank 0 claims", told["error"], "rank 0 could not have it", "")
         )
     return RunDir(Path(told["path"]))
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Entry of a rank that `fourfold train` started."""
     run = RunDir(Path(sys.argv[1]))
     plan = RunPlan.model_validate_json(run.plan_json.read_text(encoding="utf-8"))
     rank = Rank.from_environment()
     assert rank is not None, "only the agent starts this module"
-    return run_rank(plan, rank, run)
+    run_rank(plan, rank, run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

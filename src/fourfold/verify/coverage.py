@@ -6,6 +6,7 @@ run wrote down while it trained. Both fill the same ledger and ask it the same q
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def verify_coverage(
     steps = epochs * schedule.steps_per_epoch
     steps = steps if max_steps is None else min(steps, max_steps)
     folder = open_folder(out, settled.name)
-    check = LedgerCheck(schedule, command)
+    check = LedgerCheck(schedule, _other_degrees(settled, len(sources.train)), command)
     try:
         with RankPool(world, timeout_s=timeout_s, setup=setup) as pool:
             deliveries: list[Delivery] = pool.run(deliver, settled, steps)
@@ -82,7 +83,9 @@ def run_coverage(path: Path, *, out: Path | None = None, command: str = "") -> d
     reader = RunReader(path)
     spec = reader.spec()
     degree = data_parallel_degree(spec.layout)
-    schedule = batch_schedule(spec, len(open_sources(spec).train), degree)
+    sources = open_sources(spec)
+    _check_data(reader, sources.content_hash)
+    schedule = batch_schedule(spec, len(sources.train), degree)
     ledgers = [_recorded(reader, rank, schedule) for rank in reader.ranks()]
     if not any(ledger.steps for ledger in ledgers):
         raise DataError(
@@ -93,7 +96,7 @@ def run_coverage(path: Path, *, out: Path | None = None, command: str = "") -> d
                 instead=f"fourfold verify coverage {spec.name} --world {degree}",
             )
         )
-    check = LedgerCheck(schedule, command)
+    check = LedgerCheck(schedule, _other_degrees(spec, schedule.samples), command)
     check.fact("every rank left a record", f"{degree} ranks", f"{len(ledgers)} ranks", len(ledgers) == degree)
     last = max(ledger.steps for ledger in ledgers)
     if not all(_ended(reader, ledger.rank) for ledger in ledgers):
@@ -122,6 +125,35 @@ def _recorded(reader: RunReader, rank: int, schedule: BatchSchedule) -> RankLedg
     rows = np.concatenate([schedule.rows(rank, micro) for micro in range(schedule.accumulation)])
     placed = np.asarray(ids, dtype=np.int64).reshape(len(ids), width)
     return RankLedger(rank, placed, np.broadcast_to(rows, placed.shape))
+
+
+def _check_data(reader: RunReader, content_hash: str) -> None:
+    """The data read today are those of the run, by their hash in its census."""
+    for rank in reader.ranks():
+        census = next((event for event in reader.events(rank) if event["kind"] == "census"), {})
+        held = census.get("training data", content_hash)
+        if held != content_hash:
+            raise DataError(
+                Problem(
+                    asked=f"the data that {reader.dir.path} was trained on",
+                    found=f"other data: hash {content_hash} now, {held} then",
+                    why="sample ids name samples of the data as they were",
+                    instead="the files, or for the standard library's text the Python, of that time",
+                )
+            )
+
+
+def _other_degrees(spec: Spec, samples: int) -> Callable[[int], BatchSchedule]:
+    """The product's schedule of the same Spec for another data-parallel degree."""
+
+    def at_degree(degree: int) -> BatchSchedule:
+        batch = spec.batch
+        assert batch.global_batch and batch.micro_batch, "the Spec is not settled"
+        accumulation = batch.global_batch // (degree * batch.micro_batch)
+        cut = batch.model_copy(update={"accumulation": accumulation})
+        return batch_schedule(spec.model_copy(update={"batch": cut}), samples, degree)
+
+    return at_degree
 
 
 def _ended(reader: RunReader, rank: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -12,13 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.record.reader import read_lines
-from fourfold.verify.measure import SMALLEST_SHARE, largest, relative_gap, within
-from fourfold.verify.trace import BACKWARD, BATCH, FORWARD, GRADIENT, WEIGHT
+from fourfold.verify.measure import SMALLEST_SHARE, relative_gap, within
+from fourfold.verify.trace import BATCH, GRADIENT, IDS, LOSS, REDUCED, STAGES, WEIGHT
 
-# Fingerprints are sums over a row: they carry a little more rounding than the values (5e-14 measured, honest runs).
+# Fingerprints are sums over a row and carry a little more rounding than the values (honest runs: 2e-14 measured).
 TRACE_TOLERANCE = 1e-11
-
-_STAGES = ("gradient", "norm", "clipped gradient", "parameter")
 
 Key = tuple[str, str, int]  # kind, name, call
 Values = NDArray[np.float64]
@@ -26,16 +24,17 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Where a layout first leaves one device. step counts from 1, microbatch and rank from 0.
+    """Where a layout first leaves one device. step counts from 1, microbatch and rank from 0; None: of all together.
 
-    phase: batch, forward, loss, weight of the loss, backward, gradient of a microbatch, or after the microbatches:
-    gradient, norm, clipped gradient, parameter. place: the module or tensor. axis: the mesh axis whose collective
-    stands between the last agreeing value and this one; "" if none does. after: that last agreeing value.
+    phase: batch, forward, weight (of the loss), backward; after the microbatches: loss, gradient before the
+    reduction, gradient before clipping, norm, clipped gradient, update; or the end, where a rank raised.
+    place: the module or tensor. axis: the mesh axis whose collective stands between the last agreeing value and this
+    one, "" if none does. after: that last agreeing value.
     """
 
     step: int
     microbatch: int | None
-    rank: int
+    rank: int | None
     phase: str
     place: str
     axis: str
@@ -44,195 +43,240 @@ class Deviation:
     note: str = ""
 
     def __str__(self) -> str:
-        where = f"step {self.step}"
-        if self.microbatch is not None:
-            where += f", microbatch {self.microbatch}"
-        text = f"{where}, rank {self.rank}: {self.phase} of {self.place}"
-        if self.axis:
-            text += f", after the reduction over {self.axis}"
+        where = [f"step {self.step}"]
+        where += [f"microbatch {self.microbatch}"] if self.microbatch is not None else []
+        where += [f"rank {self.rank}"] if self.rank is not None else ["all ranks together"]
+        text = f"{', '.join(where)}: {self.phase} of {self.place}"
+        text += f", after the reduction over {self.axis}" if self.axis else ""
         text += f"; gap {self.gap:.3g}"
-        if self.note:
-            text += f"; {self.note}"
-        return f"{text}; what came before agrees ({self.after})" if self.after else text
+        text += f"; {self.note}" if self.note else ""
+        return text + (f"; what came before agrees ({self.after})" if self.after else "")
 
 
 @dataclass(slots=True)
 class _Trace:
-    """One file: events by (step, block or microbatch), in order; stages by step; where and why the rank raised."""
+    """One file: microbatches by (step, microbatch), stages by step, and where and why the rank raised."""
 
-    blocks: dict[tuple[int, int], dict[Key, Values]] = field(default_factory=dict)
+    micros: dict[tuple[int, int], dict[Key, Values]] = field(default_factory=dict)
     stages: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     failed: tuple[int, str] | None = None
 
     def complete(self, step: int, micro: int) -> bool:
         """Whether the rank went beyond this microbatch: what it lacks did not run. Else it may have been killed."""
         failed_here = self.failed is not None and self.failed[0] == step
-        return (step, micro + 1) in self.blocks or step in self.stages or failed_here
+        return (step, micro + 1) in self.micros or step in self.stages or failed_here
+
+    def keys(self, step: int) -> list[Key]:
+        """Everything that ran in a step, in order."""
+        return list(dict.fromkeys(key for (s, _), micro in self.micros.items() if s == step for key in micro))
+
+
+class _Expected:
+    """The reference's trace: what every row of the global batch gives at every event."""
+
+    def __init__(self, trace: _Trace) -> None:
+        self.trace = trace
+        self._rows: dict[tuple[int, Key], dict[int, Values]] = {}
+        self._sizes: dict[tuple[int, Key], float] = {}
+        for (step, _), micro in trace.micros.items():
+            rows = micro[BATCH, IDS, 0][:, 0].astype(int).tolist()
+            for key, values in micro.items():
+                if key[0] not in (LOSS, WEIGHT, GRADIENT) and len(values) == len(rows):
+                    self._rows.setdefault((step, key), {}).update(zip(rows, values, strict=True))
+        for at, held in self._rows.items():
+            self._sizes[at] = float(np.max(np.abs(list(held.values()))))
+
+    def of(self, step: int, key: Key, rows: Sequence[int]) -> Values | None:
+        """The fingerprints of these rows: [B, P]; None where some have none."""
+        held = self._rows.get((step, key), {})
+        return np.array([held[row] for row in rows]) if all(row in held for row in rows) else None
+
+    def scale(self, step: int, key: Key) -> float:
+        """The `largest_of_kind` of an event: all rows count in full, for what is masked in some is not in others."""
+        return self._sizes[step, key] / SMALLEST_SHARE
 
 
 def first_deviation(
-    reference: Path, ranks: Mapping[int, Path], degree: int, axes: Sequence[str]
+    reference: Path, ranks: Mapping[int, Path], micro_batch: int, axes: Sequence[str]
 ) -> Deviation | None:
-    """Compare the trace of each rank with the reference's, block by block, in execution order.
+    """Compare the trace of each rank with the reference's, in execution order. None if nothing deviates.
 
-    ranks: data-parallel rank -> its trace. Block b of the reference is microbatch b // degree of rank b % degree.
-    axes: the mesh axes over which gradients are reduced. None if nothing deviates.
+    ranks: data-parallel rank -> its trace; microbatch m of rank r holds the run of `micro_batch` rows number
+    m × len(ranks) + r of the global batch. axes: the mesh axes over which gradients are reduced.
     """
-    expected = _read(reference)
-    held = {rank: _read(path) for rank, path in ranks.items() if path.exists()}
-    scales = _scales(expected)
-    for step in sorted({step for step, _ in expected.blocks}):
-        micros = 1 + max(block for s, block in expected.blocks if s == step) // degree
-        weight = _usual_weight(held, step)
-        last = ""
+    expected = _Expected(_read(reference))
+    held = {rank: _read(path) if path.exists() else _Trace() for rank, path in ranks.items()}
+    for step in sorted({step for step, _ in expected.trace.micros}):
+        absent: list[Deviation] = []
+        micros = 1 + max((m for trace in held.values() for s, m in trace.micros if s == step), default=-1)
         for micro in range(micros):
-            found = _in_microbatch(expected, held, scales, step, micro, degree, weight)
+            rows = {
+                rank: range(start := (micro * len(held) + place) * micro_batch, start + micro_batch)
+                for place, rank in enumerate(sorted(held))
+            }
+            found = _in_microbatch(expected, held, step, micro, rows, absent)
             if found is not None:
                 return found
-            last = f"every forward and backward up to microbatch {micro}"
-        found = _in_stages(expected, held, step, last, axes)
+        last = f"every forward and backward of {micros} microbatches" if micros else ""
+        found = _in_losses(expected, held, step, last) or _in_stages(expected, held, step, last, axes, absent)
         if found is not None:
             return found
         for rank, trace in held.items():
             if trace.failed is not None and trace.failed[0] == step:
-                return Deviation(
-                    step + 1, None, rank, "the end", "all microbatches", "", inf, last, trace.failed[1]
+                note = trace.failed[1]
+                return next(
+                    iter(absent), Deviation(step + 1, None, rank, "the end", "the step", "", inf, last, note)
                 )
     return None
 
 
 def _in_microbatch(
-    expected: _Trace,
+    expected: _Expected,
     held: Mapping[int, _Trace],
-    scales: Mapping[tuple[int, str, str], float],
     step: int,
     micro: int,
-    degree: int,
-    weight: float,
+    rows: Mapping[int, Sequence[int]],
+    absent: list[Deviation],
 ) -> Deviation | None:
-    """The first event, in the reference's order, that deviates on any rank; then what only a rank has."""
-    blocks = {rank: expected.blocks[step, micro * degree + rank] for rank in held}
-    order = list(dict.fromkeys(key for block in blocks.values() for key in block))
-    after = ""
-    for key in order:
-        kind, name, _ = key
-        for rank, block in blocks.items():
-            if key not in block:
+    """The first event, in the reference's order, at which any rank deviates.
+
+    What did not run on a rank is put into `absent`: it may be right (a part that these rows do not use), and counts
+    only if values deviate behind it.
+    """
+    usual = _usual_weight(held, step)
+    before: dict[int, str] = {}
+    missing: dict[int, Deviation] = {}
+    for key in expected.trace.keys(step):
+        for rank, trace in held.items():
+            block = trace.micros.get((step, micro), {})
+            actual = block.get(key)
+            if actual is None:
+                ran = key[0] in (LOSS, WEIGHT) or expected.of(step, key, rows[rank]) is not None
+                if ran and trace.complete(step, micro) and rank not in missing:
+                    missing[rank] = _deviation(step, micro, rank, key, inf, before, "it did not run here")
                 continue
-            actual = held[rank].blocks.get((step, micro), {}).get(key)
-            if actual is None and not held[rank].complete(step, micro):
-                continue
-            reference = block[key]
-            if kind == WEIGHT:
-                # Any common factor is a matter of the reduction; here all shares of the mean must weigh the same.
-                reference = np.full_like(reference, weight)
-            note, gap = _gap(kind, actual, reference, scales[step, kind, name])
-            if not within(gap, TRACE_TOLERANCE):
-                if kind == WEIGHT and actual is not None:
-                    own, usual = (
-                        float(w) / float(block[key].ravel()[0]) for w in (actual.ravel()[0], weight)
-                    )
-                    note = f"it is {own:.6g} / (global count), at the median {usual:.6g}: all must be alike"
-                return _deviation(step, micro, rank, key, gap, after, note)
-        after = _words(key)
-    for rank, block in blocks.items():
-        for key in held[rank].blocks.get((step, micro), {}):
-            if key not in block:
-                return _deviation(step, micro, rank, key, inf, after, "it did not run on one device")
+            found = _judged(expected, step, key, rows[rank], actual, usual)
+            if found is not None:
+                return missing.get(rank) or _deviation(step, micro, rank, key, found[0], before, found[1])
+            before[rank] = f"{key[0]} of {key[1]}"
+    absent.extend(missing[rank] for rank in sorted(missing))
     return None
 
 
-def _gap(kind: str, actual: Values | None, reference: Values, scale: float) -> tuple[str, float]:
-    if actual is None:
-        return "it did not run here", inf
-    gap = relative_gap(actual, reference, scale)
-    if (
-        within(gap, TRACE_TOLERANCE)
-        or actual.shape != reference.shape
-        or kind not in (BATCH, FORWARD, BACKWARD)
-    ):
-        return "", gap
-    wrong = np.flatnonzero(
-        ~(np.abs(actual - reference).max(axis=1) <= TRACE_TOLERANCE * SMALLEST_SHARE * scale)
-    )
+def _judged(
+    expected: _Expected, step: int, key: Key, rows: Sequence[int], actual: Values, usual: float
+) -> tuple[float, str] | None:
+    """The gap of one event and what to say of it; None if it agrees, or cannot be compared row by row."""
+    if key[0] == WEIGHT:
+        # Any common factor is a matter of the reduction; here all shares of the mean must weigh the same.
+        weight, count = float(actual.ravel()[0]), _loss([expected.trace], step)[1]
+        gap = relative_gap(weight, usual, 0.0)
+        note = (
+            f"{weight * count:.6g} / global count, where the median is {usual * count:.6g}: all must be alike"
+        )
+        return None if within(gap, TRACE_TOLERANCE) else (gap, note)
+    reference = expected.of(step, key, rows)
+    if reference is None or not len(actual):
+        return None
+    gap = relative_gap(actual, reference, expected.scale(step, key))
+    if within(gap, TRACE_TOLERANCE):
+        return None
+    if actual.shape != reference.shape:
+        return gap, f"{len(actual)} rows in place of {len(reference)}"
+    bound = TRACE_TOLERANCE * SMALLEST_SHARE * expected.scale(step, key)
+    wrong = np.flatnonzero(~(np.abs(actual - reference).max(axis=1) <= bound))
     note = f"rows {', '.join(map(str, wrong[:8].tolist()))} of the microbatch"
-    if kind == BATCH and actual.shape[1] == 2:
-        note += f": rows of the global batch and sample ids {_pairs(actual)} in place of {_pairs(reference)}"
-    return note, gap
+    if key[1] == IDS:
+        note = f"row of the global batch:sample id is {_pairs(actual)} in place of {_pairs(reference)}"
+    return gap, note
+
+
+def _in_losses(expected: _Expected, held: Mapping[int, _Trace], step: int, last: str) -> Deviation | None:
+    """Sum and count of the loss over all ranks and microbatches, if all of them came to the end."""
+    if not all(step in trace.stages for trace in held.values()):
+        return None
+    actual, reference = _loss(list(held.values()), step), _loss([expected.trace], step)
+    for name, a, r in zip(("the sum", "the count"), actual, reference, strict=True):
+        gap = relative_gap(a, r, 0.0)
+        if not within(gap, TRACE_TOLERANCE):
+            note = f"{a:.12g} in place of {r:.12g}"
+            return Deviation(step + 1, None, None, "loss", f"{name} over valid targets", "", gap, last, note)
+    return None
+
+
+def _loss(traces: Sequence[_Trace], step: int) -> list[float]:
+    pairs = [
+        values.ravel()
+        for trace in traces
+        for (s, _), micro in trace.micros.items()
+        for (kind, _, _), values in micro.items()
+        if s == step and kind == LOSS
+    ]
+    return [float(sum(pair[0] for pair in pairs)), float(sum(pair[1] for pair in pairs))]
 
 
 def _in_stages(
-    expected: _Trace, held: Mapping[int, _Trace], step: int, last: str, axes: Sequence[str]
+    expected: _Expected,
+    held: Mapping[int, _Trace],
+    step: int,
+    last: str,
+    axes: Sequence[str],
+    absent: Sequence[Deviation],
 ) -> Deviation | None:
     """The first stage after the microbatches at which any rank deviates."""
-    order = [key[1] for block in expected.blocks.values() for key in block if key[0] == GRADIENT]
-    place = {name: number for number, name in enumerate(dict.fromkeys(order))}
+    order = [name for kind, name, _ in expected.trace.keys(step) if kind == GRADIENT]
+    place = {name: number for number, name in enumerate(order)}
     after = last
-    for stage in _STAGES:
-        for rank, trace in held.items():
+    for stage in STAGES:
+        for rank, trace in sorted(held.items()):
             for line in trace.stages.get(step, []):
                 if line["stage"] != stage or not line["gaps"]:
                     continue
+                if (
+                    stage == STAGES[0] and absent
+                ):  # what the microbatches gave is wrong, and something did not run
+                    return absent[0]
                 gaps = {name: float(gap) for name, gap in line["gaps"].items()}
                 name = min(gaps, key=lambda name: place.get(name, len(place)))
-                note = line.get("notes", {}).get(name, "")
-                if "rate" in line and line["rate"][0] != line["rate"][1]:
-                    note = f"learning rate {line['rate'][0]:.6g} in place of {line['rate'][1]:.6g}"
-                if len(gaps) > 1:
-                    note = f"{note}; " if note else ""
-                    note += f"{len(gaps)} tensors deviate"
-                axis = "×".join(axes) if stage == "gradient" else ""
-                phase = {"gradient": "gradient before clipping", "parameter": "update"}.get(stage, stage)
-                return Deviation(step + 1, None, rank, phase, name, axis, gaps[name], after, note)
-        after = stage
+                whose = None if stage == STAGES[0] else rank
+                axis = "×".join(axes) if stage == REDUCED else ""
+                note = _stage_note(line, name)
+                return Deviation(step + 1, None, whose, stage, name, axis, gaps[name], after, note)
+        after = f"{stage} of every tensor"
     return None
 
 
-def _deviation(step: int, micro: int, rank: int, key: Key, gap: float, after: str, note: str) -> Deviation:
+def _stage_note(line: Mapping[str, Any], name: str) -> str:
+    notes = [line.get("notes", {}).get(name, "")]
+    if "rate" in line and line["rate"][0] != line["rate"][1]:
+        notes.append(f"learning rate {line['rate'][0]:.6g} in place of {line['rate'][1]:.6g}")
+    if len(line["gaps"]) > 1:
+        notes.append(f"{len(line['gaps'])} tensors deviate")
+    return "; ".join(note for note in notes if note)
+
+
+def _deviation(
+    step: int, micro: int, rank: int, key: Key, gap: float, before: Mapping[int, str], note: str
+) -> Deviation:
     kind, name, call = key
-    phase = "gradient of a microbatch" if kind == GRADIENT else kind
     place = name if call == 0 else f"{name} (call {call + 1})"
-    return Deviation(step + 1, micro, rank, phase, place, "", gap, after, note)
-
-
-def _words(key: Key) -> str:
-    kind, name, _ = key
-    return f"{kind} of {name}"
+    return Deviation(step + 1, micro, rank, kind, place, "", gap, before.get(rank, ""), note)
 
 
 def _pairs(values: Values) -> str:
-    return "[" + ", ".join(f"{int(row)}:{int(sample)}" for row, sample in values[:4]) + "]"
+    return " ".join(f"{int(row)}:{int(sample)}" for row, sample in values[:4])
 
 
 def _usual_weight(held: Mapping[int, _Trace], step: int) -> float:
-    """The median over ranks and microbatches of the weight that backward gives a microbatch's loss."""
+    """The median over ranks and microbatches of the factor that backward puts before a microbatch's loss."""
     weights = [
         float(values.ravel()[0])
         for trace in held.values()
-        for (s, _), block in trace.blocks.items()
-        for (kind, _, _), values in block.items()
+        for (s, _), micro in trace.micros.items()
+        for (kind, _, _), values in micro.items()
         if s == step and kind == WEIGHT
     ]
     return sorted(weights)[len(weights) // 2] if weights else 1.0
-
-
-def _scales(expected: _Trace) -> dict[tuple[int, str, str], float]:
-    """What a gap is judged against, by step, kind and name, as `relative_gap` takes it: the largest of the kind.
-
-    For modules: of the same module over all blocks, in full, as what is near zero in one block (a masked row) is
-    not in another. For gradients: of all parameters.
-    """
-    found: dict[tuple[int, str, str], float] = {}
-    kinds: dict[tuple[int, str], float] = {}
-    for (step, _), block in expected.blocks.items():
-        for (kind, name, _), values in block.items():
-            size = largest([values])
-            found[step, kind, name] = max(found.get((step, kind, name), 0.0), size)
-            kinds[step, kind] = max(kinds.get((step, kind), 0.0), size)
-    return {
-        (step, kind, name): kinds[step, kind] if kind == GRADIENT else size / SMALLEST_SHARE
-        for (step, kind, name), size in found.items()
-    }
 
 
 def _read(path: Path) -> _Trace:
@@ -243,12 +287,6 @@ def _read(path: Path) -> _Trace:
         elif "stage" in line:
             trace.stages.setdefault(line["step"], []).append(line)
         else:
-            block = trace.blocks.setdefault((line["step"], line["micro"]), {})
-            block[line["kind"], line["name"], line["call"]] = np.asarray(line["values"], dtype=np.float64)
+            micro = trace.micros.setdefault((line["step"], line["micro"]), {})
+            micro[line["kind"], line["name"], line["call"]] = np.asarray(line["values"], dtype=np.float64)
     return trace
-
-
-def paths_of(folder: Path) -> Iterator[tuple[int, Path]]:
-    """The ranks' traces in a folder."""
-    for path in sorted(folder.glob("rank*.jsonl")):
-        yield int(path.stem.removeprefix("rank")), path

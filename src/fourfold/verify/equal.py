@@ -23,7 +23,7 @@ from fourfold.spec.rules import require
 from fourfold.spec.settle import data_parallel_degree, settle
 from fourfold.spec.spec import Spec
 from fourfold.train.setup import batch_schedule
-from fourfold.verify.deviation import Deviation, first_deviation, paths_of
+from fourfold.verify.deviation import Deviation, first_deviation
 from fourfold.verify.judge import Judge
 from fourfold.verify.measure import GATE_EPS, PARAMETER_TOLERANCE, PARAMETER_TOLERANCE_OWN_EPS
 from fourfold.verify.on_rank import RankGaps, measure_rank, trace_rank
@@ -178,10 +178,11 @@ def _search(case: _Case, ranks: _Ranks, judge: Judge, steps: int, tolerance: flo
     reference = case.reference("traced", steps=steps, trace=trace)
     with suppress(RankFailed):  # it has been reported; what the ranks wrote until then is what is looked at
         ranks.trace(case, reference, folder, tolerance)
-    layout = case.spec.layout
-    grid = Grid.of(layout)
+    assert case.spec.batch.micro_batch, "the Spec is not settled"
+    grid = Grid.of(case.spec.layout)
     axes = [axis for axis in ("dp_replicate", "dp_shard") if grid.degree(axis) > 1]
-    found = first_deviation(trace, dict(paths_of(folder)), data_parallel_degree(layout), axes)
+    traces = {rank: folder / f"rank{rank}.jsonl" for rank in range(data_parallel_degree(case.spec.layout))}
+    found = first_deviation(trace, traces, case.spec.batch.micro_batch, axes)
     judge.first_deviation(found)
     return found
 

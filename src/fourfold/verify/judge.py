@@ -161,8 +161,11 @@ class Judge:
         )
 
     def _fact(self, claim: str, places: Sequence[Place], tolerance: float) -> None:
-        """One finding for many gaps; the worst is shown, the first in order of steps if several are not finite."""
-        gap, step, rank, name = max(places, key=lambda place: inf if place[0] != place[0] else place[0])
+        """One finding for many gaps, showing the worst."""
+        if not places:
+            self._add(claim, "equal to one device", "nothing to compare", False)
+            return
+        gap, step, rank, name = max(places, key=lambda place: place[0])
         beyond = sum(not within(place[0], tolerance) for place in places)
         measured = f"{gap:.2g} ({name}, step {step + 1}, rank {rank})"
         if beyond:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -17,6 +17,7 @@ from fourfold.record.run_dir import RunDir
 from fourfold.spec.spec import Spec
 from fourfold.verify.ledger import (
     FILLER,
+    NOT_DELIVERED,
     Audit,
     Ids,
     RankLedger,
@@ -37,6 +38,7 @@ class LedgerCheck:
     """The questions put to a ledger, and what it answered."""
 
     schedule: BatchSchedule
+    at_degree: Callable[[int], BatchSchedule]  # how the product would cut the same batches over other ranks
     command: str  # to repeat the check
     findings: list[Finding] = field(default_factory=list)
     duplicates: int = 0
@@ -118,7 +120,9 @@ class LedgerCheck:
             )
         self.duplicates = sum(a.duplicates for a in audits)
         self.missing = sum(a.missing for a in audits)
+        partial = [epoch for epoch in self.epochs if not epoch["whole"]]
         each = f"in each of {len(audits)} epochs" if len(audits) > 1 else "in the epoch"
+        each += " as far as it was read" if partial else ""
         self.fact(
             f"no sample comes twice {each}",
             "0 duplicates",
@@ -131,7 +135,6 @@ class LedgerCheck:
         strangers = sum(a.strangers for a in audits)
         if strangers:
             self.fact("every id is a sample of the data", "0 others", f"{strangers} others", False)
-        partial = [e for e in self.epochs if not e["whole"]]
         if partial:
             self.open(
                 f"the rest of epoch {partial[-1]['epoch'] + 1}",
@@ -165,7 +168,7 @@ class LedgerCheck:
         self.fact(
             "samples are shuffled",
             "hardly any sample at the place where it lies",
-            f"{share:.2%} of them",
+            f"{share:.2%} of the places hold the sample that lies there",
             share < _ALIKE,
         )
         if len(orders) < 2:
@@ -177,7 +180,7 @@ class LedgerCheck:
         self.fact(
             "the order changes between epochs",
             "hardly any sample at the same place",
-            f"{share:.2%} of them",
+            f"the same sample at {share:.2%} of the places",
             share < _ALIKE,
         )
 
@@ -191,11 +194,12 @@ class LedgerCheck:
         ]
         differing: dict[int, tuple[int, bool]] = {}
         for degree in degrees:
-            other = _at_degree(schedule, degree)
+            other = self.at_degree(degree)
             rows = np.concatenate(
                 [other.rows(rank, micro) for micro in range(other.accumulation) for rank in range(degree)]
             )
-            expected = np.full_like(delivered, FILLER)
+            rows = rows[(rows >= 0) & (rows < schedule.global_batch)]
+            expected = np.full_like(delivered, NOT_DELIVERED)
             expected[:, rows] = other.ids(range(len(delivered)), rows)
             wrong = np.flatnonzero((expected != delivered).any(axis=1))
             if len(wrong):
@@ -272,16 +276,3 @@ class LedgerCheck:
         }
         path = write_findings(run, name, self.findings, SCHEMA, **facts)
         return document(SCHEMA, self.findings, **facts, findings_file=str(path))
-
-
-def _at_degree(schedule: BatchSchedule, degree: int) -> BatchSchedule:
-    return BatchSchedule(
-        schedule.samples,
-        schedule.global_batch,
-        schedule.micro_batch,
-        schedule.global_batch // (degree * schedule.micro_batch),
-        degree,
-        schedule.seed,
-        schedule.shuffle,
-        schedule.last_batch,
-    )

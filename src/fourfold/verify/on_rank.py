@@ -32,7 +32,7 @@ from fourfold.verify.measure import (
     within,
 )
 from fourfold.verify.reference import Reference
-from fourfold.verify.trace import Tracer, tracing
+from fourfold.verify.trace import CLIPPED, NORM, OWN, REDUCED, UPDATED, Tracer, tracing
 from fourfold.verify.uneven import UnevenSource
 
 Arrays = Mapping[str, NDArray[np.float64]]
@@ -85,9 +85,9 @@ def trace_rank(
 ) -> None:
     """The same again for `steps` steps, with everything each microbatch computes written to `folder`/rank<r>.jsonl.
 
-    After the events of a step's microbatches come its "stage" lines: gradient, norm, clipped gradient, parameter,
-    each with the tensors that deviate; or one "failed" line. What a rank wrote before it was killed stays.
-    Collectives: those of the trainer's step, and two all-reduces for each gradient that deviates anywhere.
+    After the events of a step's microbatches come its "stage" lines, each with the tensors that deviate there; or
+    one "failed" line. What a rank wrote before it was killed stays.
+    Collectives: those of the trainer's step, and all-reduces of gradients for the diagnosis.
     """
     with (
         _training(spec, salt) as training,
@@ -113,24 +113,44 @@ def _stages(
 ) -> Iterator[dict[str, Any]]:
     """What the optimizer's half of a step does, stage by stage."""
     expected = reference.steps[step]
+    own = _deviating(_own_gaps(training, reference, step, tracer), GRADIENT_TOLERANCE)
+    yield {"stage": OWN, "gaps": own}
     gaps = gradient_gaps(_gradients(training), reference, step)
     deviating = _deviating(gaps, GRADIENT_TOLERANCE)
     # All ranks reduce the same tensors, whichever rank sees them deviate.
     notes = _explain(training, reference, step, _union(deviating), tracer)
-    yield {"stage": "gradient", "gaps": deviating, "notes": {n: notes[n] for n in deviating if n in notes}}
+    yield {"stage": REDUCED, "gaps": deviating, "notes": {n: notes[n] for n in deviating if n in notes}}
     norm = float(train_step.clip(training))
     gap = relative_gap(norm, expected.norm, 0.0)
-    yield {"stage": "norm", "gaps": {} if within(gap, NORM_TOLERANCE) else {"global norm": gap}}
+    yield {"stage": NORM, "gaps": {} if within(gap, NORM_TOLERANCE) else {"global norm": gap}}
     clip_norm = training.spec.optimizer.clip_norm
     factor = min(1.0, clip_norm / expected.norm) if clip_norm > 0 and expected.norm > 0 else 1.0
     scaled = gradient_gaps(_gradients(training), reference, step, factor)
-    yield {"stage": "clipped gradient", "gaps": _deviating(scaled, GRADIENT_TOLERANCE)}
+    yield {"stage": CLIPPED, "gaps": _deviating(scaled, GRADIENT_TOLERANCE)}
     rate = train_step.update(training, step)
     yield {
-        "stage": "parameter",
+        "stage": UPDATED,
         "gaps": _deviating(parameter_gaps(training, reference, step), parameter_tolerance),
         "rate": [rate, expected.rate],
     }
+
+
+def _own_gaps(training: Training, reference: Reference, step: int, tracer: Tracer) -> dict[str, float]:
+    """Gap of each gradient as the microbatches of all ranks gave it, summed here, before the trainer reduced it.
+
+    Collectives: an all-reduce of one number, and one of each gradient.
+    """
+    weight = torch.tensor(tracer.weight or 0.0, dtype=torch.float64)
+    dist.all_reduce(weight, op=dist.ReduceOp.MAX)
+    # The trainer's factor before every loss, such as degree / count, against 1 / count.
+    scale = 1.0 / max(reference.steps[step].count, 1) / (float(weight) or 1.0)
+    summed = {}
+    for name, parameter in training.named_parameters().items():
+        total = tracer.own.get(name, torch.zeros_like(parameter)).detach().clone()
+        dist.all_reduce(total)
+        if name not in reference.steps[step].without_gradient or bool((total != 0).any()):
+            summed[name] = (total * scale).numpy()
+    return gradient_gaps(summed, reference, step)
 
 
 def gradient_gaps(

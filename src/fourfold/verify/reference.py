@@ -168,11 +168,10 @@ def run_reference(
     """Train `steps` steps on one device in fp64 and write gradients of every step and the final parameters.
 
     spec: settled; its layout is not looked at. folder: exists, gets about 8 bytes × parameters × (steps + 1).
-    trace: a file for the fingerprints of every block of `batch.micro_batch` rows; parameters are then written
-    after every step.
+    trace: a file for the fingerprints of all it computes; parameters are then written after every step.
     """
     batch = spec.batch
-    assert batch.global_batch and batch.micro_batch, "the Spec is not settled"
+    assert batch.global_batch, "the Spec is not settled"
     kit = kit_for(spec)
     model = kit.build(spec.run.seed, torch.float64)
     module = LossModule(kit, model)
@@ -192,8 +191,7 @@ def run_reference(
             tracer = stack.enter_context(tracing(module, model, lines))
         for step in range(steps):
             rows = whole_batch(spec, source, schedule, step)
-            chunk = batch.micro_batch if tracer is not None else _rows_of_chunk(rows[0])
-            total, count = _loss_and_gradients(module, rows, chunk)
+            total, count = _loss_and_gradients(module, rows, _rows_of_chunk(rows[0]))
             gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
             _write(folder / f"gradients-{step}.npy", parameters, gradients)
             norm = global_norm(gradients)

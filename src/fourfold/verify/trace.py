@@ -1,11 +1,11 @@
-"""Fingerprints of everything one microbatch computes, in execution order.
+"""Fingerprints of everything one microbatch computes, in execution order, row by row.
 
-The reference and every rank are traced in the same blocks: block b of a step holds the rows
-[b × micro_batch, (b + 1) × micro_batch) of the global batch, so any cut of the batch over ranks and microbatches
-can be compared block by block, row by row, without moving a tensor.
+A row of the global batch has the same fingerprints however the batch is cut into microbatches, so a rank's few rows
+can be compared with a reference that computes all of them together, without moving a tensor. A layer that mixes
+rows, or draws by a row's place in its microbatch, shows as a deviation: it gives a row other values there.
 
 A fingerprint is a few fixed pseudo-random projections in fp64: a difference anywhere in a row moves all of them.
-Letters: B rows of the block, P projections.
+Letters: B rows of the microbatch, P projections.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from fourfold.record.writer import JsonLines
 
 PROJECTIONS = 3
 
-# In the order in which one microbatch goes through them.
+# What is noted: the arrays that come in, the modules' outputs, the loss as a pair, the factor that backward puts
+# before it, the gradients of the modules' outputs, and the order in which parameters get theirs.
 BATCH, FORWARD, LOSS, WEIGHT, BACKWARD, GRADIENT = (
     "batch",
     "forward",
@@ -33,12 +34,23 @@ BATCH, FORWARD, LOSS, WEIGHT, BACKWARD, GRADIENT = (
     "backward",
     "gradient",
 )
+IDS = "rows and sample ids"
+# What follows the microbatches, in order: gradients before and after the reduction, norm, scaling, update.
+OWN, REDUCED, NORM, CLIPPED, UPDATED = STAGES = (
+    "gradient before the reduction",
+    "gradient before clipping",
+    "norm",
+    "clipped gradient",
+    "update",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing computed: `values` is a list of rows [B][P] (batch, forward, backward) or of one row.
+    """One thing computed.
 
+    values: [B][P] for batch, forward and backward, or [] where dim 0 is not the batch's; [[sum, count]] of the loss;
+    [[factor]] of the weight; [] of a parameter's gradient.
     call counts the calls of one module within one microbatch (and its outputs, if it has several).
     """
 
@@ -54,11 +66,11 @@ def _projection(length: int) -> Tensor:
     return torch.randn(length, PROJECTIONS, generator=generator, dtype=torch.float64)
 
 
-def fingerprint(tensor: Tensor, rows: int = 1) -> list[list[float]]:
-    """Projections [.., P] of each row of a tensor (any real dtype) whose dim 0 has length `rows`; else of the whole."""
+def fingerprint(tensor: Tensor, rows: int) -> list[list[float]]:
+    """Projections [rows][P] of each row of a tensor of any real dtype; [] if its dim 0 is not of length `rows`."""
     values = tensor.detach().to(device="cpu", dtype=torch.float64)
     if values.ndim == 0 or len(values) != rows:
-        rows = 1
+        return []
     by_row = values.reshape(rows, values.numel() // rows)
     projected: list[list[float]] = (by_row @ _projection(by_row.shape[1])).tolist()
     return projected
@@ -67,8 +79,8 @@ def fingerprint(tensor: Tensor, rows: int = 1) -> list[list[float]]:
 class Tracer:
     """Watches one loss module; hands the events of a microbatch to `sink` when the next one begins, or at `flush`.
 
-    Also keeps, per parameter, this rank's own gradient summed over the microbatches of the step (`own`) and that
-    of the last one (`last`), as they were before any reduction.
+    Also keeps, until `forget`, the gradients before any reduction: of each parameter summed over the microbatches of
+    the step (`own`) and of the last one (`last`), and the factor before the loss (`weight`, None without backward).
     """
 
     def __init__(
@@ -76,12 +88,12 @@ class Tracer:
     ) -> None:
         self.own: dict[str, Tensor] = {}
         self.last: dict[str, Tensor] = {}
+        self.weight: float | None = None
         self._sink = sink
         self._events: list[Event] = []
         self._calls: dict[tuple[str, str], int] = {}
         self.step = 0  # of the microbatch at hand
         self._rows = 1
-        self._weight = 1.0
         self._handles = list(_watch(self, loss_module, model))
 
     def close(self) -> None:
@@ -97,14 +109,14 @@ class Tracer:
 
     def forget(self) -> None:
         """The step is over: its gradients are no longer needed."""
-        self.own, self.last = {}, {}
+        self.own, self.last, self.weight = {}, {}, None
 
     def begin(self, batch: Batch) -> None:
         """A microbatch enters the loss module."""
         self.flush()
         self.step, self._calls, self._rows = batch.step, {}, len(batch.sample_ids)
         ids = torch.stack([batch.rows, batch.sample_ids]).T.double()
-        self.note(BATCH, "rows and sample ids", ids.tolist())
+        self.note(BATCH, IDS, ids.tolist())
         for name, tensor in (("inputs", batch.inputs), ("targets", batch.targets), ("valid", batch.valid)):
             self.note(BATCH, name, fingerprint(tensor, self._rows))
 
@@ -125,8 +137,7 @@ class Tracer:
 
     def weighed(self, loss_sum: Tensor, count: Tensor) -> None:
         """The loss of the microbatch: its pair, and later the weight that backward gives it."""
-        self.note(LOSS, "sum over valid targets", [[float(loss_sum.detach())]])
-        self.note(LOSS, "count of valid targets", [[float(count)]])
+        self.note(LOSS, "the loss", [[float(loss_sum.detach()), float(count)]])
         if loss_sum.requires_grad:
             loss_sum.register_hook(self._on_weight)  # type: ignore[no-untyped-call]
 
@@ -134,19 +145,19 @@ class Tracer:
         """A hook for a parameter: sees its gradient of one microbatch, summed over all its uses, not yet reduced."""
 
         def hook(gradient: Tensor) -> None:
-            self.note(GRADIENT, name, fingerprint(gradient / self._weight))
+            self.note(GRADIENT, name, [])
             self.last[name] = gradient.detach().clone()
             self.own[name] = self.own[name] + gradient.detach() if name in self.own else self.last[name]
 
         return hook
 
     def _on_weight(self, gradient: Tensor) -> None:
-        self._weight = float(gradient)
-        self.note(WEIGHT, "the loss", [[self._weight]])
+        self.weight = float(gradient)
+        self.note(WEIGHT, "the loss", [[self.weight]])
 
     def _on_gradient(self, name: str, call: int) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
-            self.note(BACKWARD, name, fingerprint(gradient / self._weight, self._rows), call)
+            self.note(BACKWARD, name, fingerprint(gradient / (self.weight or 1.0), self._rows), call)
 
         return hook
 

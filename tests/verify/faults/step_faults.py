@@ -1,4 +1,5 @@
 """Classic mistakes in the step, planted in a rank by replacing the product's functions by name."""
+# ruff: noqa: ARG001, ARG005 - a stand-in has the parameters of what it replaces
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def backward_on_rank_0_only() -> None:
 def mean_of_means() -> None:
     """Each rank divides by its own count, and the means are averaged."""
 
-    def backward(training: Training, batches: Sequence[Batch], loss_sum: torch.Tensor, totals: Totals) -> None:
+    def backward(
+        training: Training, batches: Sequence[Batch], loss_sum: torch.Tensor, totals: Totals
+    ) -> None:
         (loss_sum / max(sum(batch.valid_count() for batch in batches), 1)).backward()
 
     _accumulate_with(backward)
@@ -146,7 +149,9 @@ def clip_without_effect() -> None:
     def unbounded(training: Training) -> torch.Tensor:
         held = [p.grad.clone() for p in training.model.parameters() if p.grad is not None]
         norm = clip(training)
-        for p, gradient in zip((p for p in training.model.parameters() if p.grad is not None), held, strict=True):
+        for p, gradient in zip(
+            (p for p in training.model.parameters() if p.grad is not None), held, strict=True
+        ):
             p.grad.copy_(gradient)
         return norm
 
@@ -178,7 +183,6 @@ def count_of_one_rank() -> None:
 
     def agreed(batches: Sequence[Batch], stop_requested: bool) -> PendingTotals:
         shown = batches if dist.get_rank() == 0 else [replace(b, valid=b.valid & False) for b in batches]
-        pending = agree([*shown, *shown], stop_requested)
-        return pending
+        return agree([*shown, *shown], stop_requested)
 
     step.agree_totals = agreed

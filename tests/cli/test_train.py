@@ -1,0 +1,172 @@
+"""`fourfold train` as a person starts it: real processes, from the plan to the exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.train.rank_jobs import SMALLEST
+
+from fourfold.record.run_dir import RunDir
+
+FOURFOLD = (sys.executable, "-m", "fourfold")
+LONG = ("run.steps=100000", "run.timeout_s=5")
+
+
+def command(*words: str, nproc: int = 2, sets: tuple[str, ...] = ()) -> list[str]:
+    flags = [word for setting in (*SMALLEST, *sets) for word in ("--set", setting)]
+    return [*FOURFOLD, "train", "tiny", "--nproc", str(nproc), *words, *flags]
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, story = process.communicate(timeout=60)
+    return process.returncode, story
+
+
+def start(run: Path, *sets: str) -> subprocess.Popen[str]:
+    """A run that would go on for ever; returns when both ranks are past step 5."""
+    process = subprocess.Popen(
+        command(sets=(f"run.dir={json.dumps(str(run))}", *LONG, *sets)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until = time.monotonic() + 60
+    while not all('"step": 5' in text(run, rank) for rank in (0, 1)):
+        assert process.poll() is None, finish(process)
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return process
+
+
+def text(run: Path, rank: int) -> str:
+    path = RunDir(run).events(rank)
+    return path.read_text() if path.exists() else ""
+
+
+def events(run: Path, rank: int) -> list[dict[str, object]]:
+    return [json.loads(line) for line in text(run, rank).splitlines()]
+
+
+def pid(run: Path, rank: int) -> int:
+    return next(int(str(event["pid"])) for event in events(run, rank) if event["kind"] == "start")
+
+
+def gone(run: Path) -> bool:
+    """Whether no rank of the run is left."""
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        alive = [r for r in (0, 1) if Path(f"/proc/{pid(run, r)}/stat").exists()]
+        if not alive:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
+    done = subprocess.run(
+        command("--dry-run", "--json", nproc=64), cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, "64 ranks do not divide a global batch of 8"
+    done = subprocess.run(
+        command("--dry-run", "--json", nproc=4), cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    plan = json.loads(done.stdout)
+    assert plan["schema"] == "fourfold.plan/1"
+    assert plan["spec"]["batch"] == {"global_batch": 8, "micro_batch": 2, "accumulation": 1}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_is_recorded_audited_and_reported(tmp_path):
+    run = tmp_path / "runs" / "tiny-1"
+    done = subprocess.run(command("--json"), cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["exit_code"] == 0
+    assert "next: fourfold verify coverage runs/tiny-1" in done.stderr
+    names = {"spec.toml", "spec.json", "plan.json", "env.json", "metrics.jsonl", "events", "log.txt"}
+    assert names <= {path.name for path in run.iterdir()}
+    for verb in (("verify", "coverage", str(run), "--json"), ("report", str(run), "--json")):
+        done = subprocess.run([*FOURFOLD, *verb], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["verdict"] == "pass"
+    used = subprocess.run(
+        command(sets=(f"run.dir={json.dumps(str(run))}",)), capture_output=True, text=True, check=False
+    )
+    assert used.returncode == 2
+    assert "tiny-2" in used.stderr
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
+    run = tmp_path / "run"
+    process = start(run)
+    os.kill(pid(run, 1), signal.SIGKILL)
+    code, story = finish(process)
+    assert code == 128 + 9
+    assert "rank 1 was killed by SIGKILL at step" in story
+    assert "rank 1" in RunDir(run).failures_md.read_text()
+    assert gone(run)
+
+
+def test_a_hung_rank_ends_the_run_and_is_named(tmp_path):
+    run = tmp_path / "run"
+    process = start(run)
+    os.kill(pid(run, 1), signal.SIGSTOP)
+    code, story = finish(process)
+    assert code == 128 + 9
+    assert "rank 1 hung at step" in story
+    assert gone(run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_ends_all_ranks_after_the_same_step(tmp_path, number):
+    run = tmp_path / "run"
+    process = start(run)
+    process.send_signal(number)
+    code, story = finish(process)
+    assert code == 75, story
+    ends = [next(event for event in events(run, rank) if event["kind"] == "end") for rank in (0, 1)]
+    assert ends[0]["step"] == ends[1]["step"]
+    assert [end["ending"] for end in ends] == ["stopped", "stopped"]
+    assert gone(run)
+
+
+def test_the_same_program_runs_under_torchrun(tmp_path):
+    words = command()[len(FOURFOLD) :]
+    del words[2:4]  # "--nproc 2": torchrun takes it for an option of its own
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, "-m", "fourfold", *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "tiny-1"
+    assert [len([e for e in events(run, rank) if e["kind"] == "step"]) for rank in (0, 1)] == [4, 4]
+    used = f"run.dir={json.dumps(str(run))}"
+    done = subprocess.run(
+        [*torchrun, "-m", "fourfold", *words, "--set", used],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "that name is used already" in done.stderr
+
+
+def test_what_is_not_built_yet_is_refused_before_anything_starts(tmp_path):
+    done = subprocess.run(
+        command(sets=("checkpoint.every=10", "run.exact=true")),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "checkpoint.every" in done.stderr
+    assert "run.exact" in done.stderr
+    assert list(tmp_path.iterdir()) == []

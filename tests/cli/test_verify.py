@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from fourfold.cli.main import main
+from fourfold.cli.verify import findings_table
+
+SPEC = """
+model = {kind = "mlp", inputs = 4}
+data = {kind = "synthetic", samples = 50}
+batch = {global_batch = 8, micro_batch = 2}
+"""
+
+
+@pytest.fixture
+def spec(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.toml").write_text(SPEC)
+    return "small.toml"
+
+
+def test_coverage_prints_a_table_and_the_next_command(spec, capsys):
+    assert main(["verify", "coverage", spec, "--world", "2", "--set", "run.seed=3"]) == 0
+    printed = capsys.readouterr()
+    assert "no sample comes twice" in printed.out and "0 duplicates" in printed.out
+    assert max(map(len, printed.out.splitlines())) <= 80
+    assert "runs/verify-small-1/findings/coverage.json" in printed.out
+    assert "next: fourfold verify equal small.toml --world 2 --set run.seed=3" in printed.err
+
+
+def test_equal_prints_a_table_and_the_next_command(spec, capsys):
+    assert main(["verify", "equal", spec, "--world", "2", "--steps", "2"]) == 0
+    printed = capsys.readouterr()
+    assert "every gradient before clipping" in printed.out and "within 1e-12" in printed.out
+    assert max(map(len, printed.out.splitlines())) <= 80
+    assert "next: fourfold train small.toml --nproc 2" in printed.err
+    assert "for the check: precision.compute fp32 -> fp64" in printed.err
+
+
+@pytest.mark.parametrize("name", ["coverage", "equal"])
+def test_json_is_one_document_whose_command_can_be_repeated(spec, capsys, name):
+    assert main(["verify", name, spec, "--world", "2", "--out", "here", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == f"fourfold.verify.{name}/1"
+    assert document["verdict"] == "pass"
+    command = document["findings"][0]["command"]
+    assert command.startswith(f"fourfold verify {name} small.toml --world 2")
+    again = [*command.split()[1:], "--out", "there", "--json"]
+    assert main(again) == 0
+    repeated = json.loads(capsys.readouterr().out)
+    assert [f["measured"] for f in repeated["findings"]] == [f["measured"] for f in document["findings"]]
+
+
+def test_a_failed_check_exits_3_and_says_what_failed(spec, capsys, monkeypatch):
+    document = {
+        "schema": "fourfold.verify.equal/1",
+        "verdict": "fail",
+        "changes": [],
+        "findings_file": "x.json",
+        "findings": [
+            {
+                "claim": "loss",
+                "measured": "0.5",
+                "verdict": "fail",
+                "tolerance": "1e-12",
+                "command": "do it again",
+            }
+        ],
+    }
+    monkeypatch.setattr("fourfold.verify.equal.verify_equal", lambda *_args, **_more: document)
+    assert main(["verify", "equal", spec, "--world", "2"]) == 3
+    printed = capsys.readouterr()
+    assert "failed: loss: 0.5" in printed.err and "next: do it again" in printed.err
+    assert "fail" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["verify", "equal", "small.toml"], 2, "--world"),
+        (["verify", "equal", "small.toml", "--world", "3"], 2, "8"),
+        (["verify", "equal", "no.toml", "--world", "2"], 2, "no such file"),
+        (["verify", "coverage", "small.toml", "--set", "data.samples=4"], 5, "fewer than one global batch"),
+        (["verify", "coverage", "."], 5, "a folder without spec.json"),
+        (["verify", "coverage", ".", "--world", "2"], 2, "a run directory"),
+        (["verify", "coverage", "small.toml", "--epochs", "0"], 2, "no step at all"),
+    ],
+)
+@pytest.mark.usefixtures("spec")
+def test_wrong_requests_are_refused_before_anything_starts(capsys, tmp_path, arguments, code, said):
+    assert main(arguments) == code
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_long_claims_are_broken_and_short_ones_are_not():
+    finding = {"claim": "word " * 30, "measured": "1", "verdict": "pass", "tolerance": ""}
+    lines = findings_table([finding]).splitlines()
+    assert len(lines) > 2 and max(map(len, lines)) <= 80
+
+
+def test_help_imports_no_torch():
+    code = (
+        "import sys; from fourfold.cli.main import main; main(['verify', 'equal', '--help']); "
+        "assert 'torch' not in sys.modules"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "fourfold verify equal tiny --world 2" in told.stdout

@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fourfold.data.source import open_sources
+from fourfold.record.run_dir import RunDir
+from fourfold.record.writer import JsonLines, write_request
+from fourfold.spec.errors import DataError, SpecError
+from fourfold.spec.settle import settle
+from fourfold.train.setup import batch_schedule
+from fourfold.verify.coverage import run_coverage, verify_coverage
+from fourfold.verify.deliver import smallest_model
+from fourfold.verify.ledger import RankLedger
+from fourfold.verify.ledger_check import LedgerCheck
+
+
+def by_claim(document, text):
+    found = [f for f in document["findings"] if text in f["claim"]]
+    assert found, [f["claim"] for f in document["findings"]]
+    return found[0]
+
+
+def test_three_ranks_share_two_epochs_and_a_validation(small, tmp_path):
+    spec = small("batch.global_batch=12", "data.validation_fraction=0.1")
+    document = verify_coverage(spec, 3, out=tmp_path, command="repeat me")
+    samples = document["samples"]
+    assert (document["schema"], document["verdict"]) == ("fourfold.verify.coverage/1", "pass")
+    assert (document["duplicates"], document["missing"]) == (0, 0)
+    whole = samples // 12
+    assert [rank["steps"] for rank in document["ranks"]] == [2 * whole] * 3
+    assert [rank["samples"] for rank in document["ranks"]] == [2 * whole * 4] * 3
+    assert samples % 12, "the tail must be worth naming"
+    for epoch in document["epochs"]:
+        assert epoch["dropped"] == samples % 12 and len(epoch["dropped_ids"]) == min(8, samples % 12)
+        assert epoch["samples"] + epoch["dropped"] == samples
+    assert by_claim(document, "order changes")["verdict"] == "pass"
+    assert "degrees 1, 2, 3, 6" in by_claim(document, "global batches")["claim"]
+    assert by_claim(document, "validation")["verdict"] == "pass"
+    assert by_claim(document, "denominators")["command"] == "repeat me"
+    assert (
+        json.loads((tmp_path / "findings" / "coverage.json").read_text())["findings"] == document["findings"]
+    )
+
+
+def test_a_kept_tail_is_filled_up_and_nothing_dropped(small, tmp_path):
+    document = verify_coverage(
+        small('data.last_batch="keep"', "data.shuffle=false"), 2, epochs=1, out=tmp_path
+    )
+    assert document["verdict"] == "pass"
+    assert document["epochs"][0]["samples"] == document["samples"]
+    assert document["epochs"][0]["dropped"] == 0
+    assert sum(rank["fillers"] for rank in document["ranks"]) == -document["samples"] % 8
+    assert by_claim(document, "as they lie")["verdict"] == "pass"
+
+
+def test_a_limited_ledger_says_what_it_does_not_show(small, tmp_path):
+    document = verify_coverage(small(), 2, max_steps=5, out=tmp_path)
+    assert document["verdict"] == "pass" and document["missing"] == 0
+    assert document["epochs"] == [
+        {
+            "epoch": 0,
+            "steps": 5,
+            "whole": False,
+            "samples": 40,
+            "duplicates": 0,
+            "missing": 0,
+            "shared_by_ranks": 0,
+            "not_in_the_data": 0,
+            "dropped": 0,
+            "dropped_ids": [],
+        }
+    ]
+    assert by_claim(document, "the rest of epoch 1")["kind"] == "open"
+    assert by_claim(document, "order changes")["kind"] == "open"
+
+
+def test_vectors_transforms_and_workers(small, tmp_path):
+    spec = small(
+        'model.kind="mlp"',
+        'data.kind="synthetic"',
+        "data.samples=40",
+        "data.workers=1",
+        'data.transforms=[{kind="gaussian_noise", std=0.5}]',
+    )
+    document = verify_coverage(spec, 1, out=tmp_path)
+    assert document["verdict"] == "pass"
+    assert by_claim(document, "denominators")["measured"].startswith("80 targets")
+
+
+def test_a_rank_that_fails_is_a_failed_finding(small, tmp_path):
+    document = verify_coverage(small(), 2, out=tmp_path, setup="tests.verify.test_coverage:break_loader")
+    assert document["verdict"] == "fail"
+    assert document["missing"] == 2 * (document["samples"] // 8 * 8), "nothing is known to have come"
+    assert "no such page" in by_claim(document, "reads its share")["measured"]
+
+
+def break_loader():
+    from fourfold.data.loader import Loader
+
+    def steps(*_args):
+        raise RuntimeError("no such page")
+
+    Loader.steps = steps
+
+
+def test_requests_that_count_nothing(small, tmp_path):
+    with pytest.raises(SpecError, match="--epochs 0"):
+        verify_coverage(small(), 2, epochs=0, out=tmp_path)
+    with pytest.raises(SpecError, match="--max-steps 0"):
+        verify_coverage(small(), 2, max_steps=0, out=tmp_path)
+    with pytest.raises(DataError):
+        verify_coverage(small("batch.global_batch=1000"), 2, out=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reading_needs_no_large_model(small):
+    spec = settle(small("model.layers=200", "model.width=8192", "model.heads=64", "model.kv_heads=8"), 2)
+    assert smallest_model(spec).model.width == 2
+    assert smallest_model(spec).data == spec.data
+    assert smallest_model(spec).model.vocabulary == spec.model.vocabulary
+
+
+def ledgers_of(schedule, steps):
+    made = []
+    for rank in range(schedule.degree):
+        rows = np.concatenate([schedule.rows(rank, micro) for micro in range(schedule.accumulation)])
+        made.append(
+            RankLedger(rank, schedule.ids(range(steps), rows), np.broadcast_to(rows, (steps, len(rows))))
+        )
+    return made
+
+
+def test_swapped_rows_keep_the_set_and_are_told_so(small):
+    spec = settle(small(), 2)
+    schedule = batch_schedule(spec, 80, 2)
+    first, second = ledgers_of(schedule, 10)
+    swapped = first.ids.copy()
+    swapped[4, [0, 1]] = swapped[4, [1, 0]]
+    check = LedgerCheck(schedule, lambda d: replace(schedule, degree=d, accumulation=4 // d), "")
+    check.ledger([RankLedger(0, swapped, first.rows), second], 10)
+    failed = [f for f in check.findings if f.verdict == "fail"]
+    assert len(failed) == 1
+    assert "step 5: the same samples in other rows" in failed[0].measured
+
+
+# ---- of a run
+
+
+@pytest.fixture
+def run(small, tmp_path):
+    """A run directory as two ranks leave it: `run(steps, change)`; change(rank, step, ids) -> ids or None."""
+
+    def make(steps, change=lambda _rank, _step, ids: ids, ended=True, data=None):
+        spec = settle(small(), 2)
+        sources = open_sources(spec)
+        schedule = batch_schedule(spec, len(sources.train), 2)
+        room = RunDir(tmp_path / "run")
+        room.path.mkdir()
+        write_request(room, spec, {}, "")
+        for rank in range(2):
+            with JsonLines(room.events(rank)) as events:
+                held = {"training data": data or sources.content_hash}
+                events.write({"t": 0.0, "rank": rank, "step": 0, "kind": "census", **held})
+                for step in range(steps):
+                    ids = [i for micro in range(2) for i in schedule.micro_ids(step, rank, micro).tolist()]
+                    ids = change(rank, step, ids)
+                    if ids is not None:
+                        events.write(
+                            {"t": 1.0, "rank": rank, "step": step + 1, "kind": "step", "sample_ids": ids}
+                        )
+                if ended:
+                    events.write({"t": 2.0, "rank": rank, "step": steps, "kind": "end", "ending": "finished"})
+        return room.path
+
+    return make
+
+
+def test_a_run_is_audited_from_its_own_record(run):
+    path = run(40)
+    document = run_coverage(path)
+    assert document["verdict"] == "pass"
+    assert [rank["steps"] for rank in document["ranks"]] == [40, 40]
+    assert document["epochs"][0]["whole"] and not document["epochs"][-1]["whole"]
+    assert (path / "findings" / "coverage-of-run.json").exists()
+
+
+def test_a_sample_read_twice_in_a_run_is_found(run):
+    document = run_coverage(run(10, lambda _rank, step, ids: [ids[0], *ids[:3]] if step == 3 else ids))
+    assert document["verdict"] == "fail"
+    assert (document["duplicates"], document["missing"]) == (2, 2)
+    assert "step 4: other samples" in by_claim(document, "global batches")["measured"]
+
+
+def test_a_run_that_was_cut_off_is_judged_as_far_as_all_ranks_recorded(run):
+    path = run(9, lambda rank, step, ids: None if (rank, step) == (0, 8) else ids, ended=False)
+    document = run_coverage(path)
+    assert document["verdict"] == "pass"
+    assert by_claim(document, "after the run failed")["kind"] == "open"
+    assert [rank["steps"] for rank in document["ranks"]] == [8, 8]
+
+
+def test_a_rank_that_ended_early_in_a_finished_run_is_a_failure(run):
+    document = run_coverage(run(9, lambda rank, step, ids: None if (rank, step) == (1, 8) else ids))
+    assert document["verdict"] == "fail"
+    assert by_claim(document, "same number of steps")["measured"] == "9, 8"
+    assert document["missing"] == 4
+
+
+def test_a_rank_without_a_record_is_a_failure(run):
+    path = run(9)
+    (path / "events" / "rank1.jsonl").unlink()
+    document = run_coverage(path)
+    assert by_claim(document, "left a record")["measured"] == "1 ranks"
+    assert document["verdict"] == "fail"
+
+
+def test_data_that_has_changed_since_the_run_cannot_be_audited(run):
+    with pytest.raises(DataError, match="other data"):
+        run_coverage(run(3, data="0123"))
+
+
+def test_records_that_cannot_be_audited(run, tmp_path):
+    path = run(3, lambda _rank, _step, ids: ids[:3])
+    with pytest.raises(DataError, match="4 sample ids in each step"):
+        run_coverage(path)
+    for rank in range(2):
+        (path / "events" / f"rank{rank}.jsonl").write_text("")
+    with pytest.raises(DataError, match="no step in any"):
+        run_coverage(path)
+    with pytest.raises(DataError):
+        run_coverage(tmp_path / "nothing")
