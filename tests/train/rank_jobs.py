@@ -131,7 +131,9 @@ def different_parameters() -> str:
 def whole_run(folder: str, *sets: str) -> str:
     run = RunDir(Path(folder))
     with StopRequest() as stop:
-        return loop.train(plan(dist.get_world_size(), *sets), joined_here(), run, stop, lambda step, phase: None)
+        return loop.train(
+            plan(dist.get_world_size(), *sets), joined_here(), run, stop, lambda step, phase: None
+        )
 
 
 def run_with_nan(folder: str) -> str:

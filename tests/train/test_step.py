@@ -17,7 +17,9 @@ def one_device():
         yield pool.run(rank_jobs.few_steps, 4)[0]
 
 
-@pytest.mark.parametrize("sets", [(), ("batch.micro_batch=4",), ("batch.micro_batch=1",), ("data.workers=1",)])
+@pytest.mark.parametrize(
+    "sets", [(), ("batch.micro_batch=4",), ("batch.micro_batch=1",), ("data.workers=1",)]
+)
 def test_no_cut_of_the_global_batch_changes_a_step(ranks, one_device, sets):
     first, second = ranks(2).run(rank_jobs.few_steps, 4, *sets)
     for seen in (first, second):

@@ -9,7 +9,7 @@ from typing import Any
 
 from cyclopts import App
 
-from fourfold.cli.output import next_command, paint, print_document
+from fourfold.cli.output import next_command, paint, print_document, story
 from fourfold.spec.errors import EXIT_CHECK_FAILED, EXIT_DONE
 
 app = App(
@@ -71,3 +71,70 @@ def coverage_lines(document: Mapping[str, Any]) -> list[str]:
 
 def _ids(ids: Sequence[int]) -> str:
     return "".join(f" {'.' if i < 0 else i:>2}" for i in ids)
+
+
+@app.command
+def demo(*, nproc: int = 2, json: bool = False) -> int:
+    """Train a small decoder on real text on local ranks, prove the run right, and write its report.
+
+    Examples:
+
+        fourfold lab demo
+        fourfold lab demo --nproc 4
+        fourfold lab demo --json
+
+    Parameters
+    ----------
+    nproc
+        Ranks to start on this machine.
+    json
+        Print one JSON document.
+    """
+    from fourfold.lab.demo import SETTINGS, SPEC, demonstrate
+    from fourfold.plan.run_plan import make_run_plan
+    from fourfold.spec.load import load_spec
+    from fourfold.spec.rules import require
+    from fourfold.train.start import open_run
+
+    loaded = load_spec(SPEC, SETTINGS)
+    plan = make_run_plan(loaded, nproc, ("fourfold", "lab", "demo", "--nproc", str(nproc)))
+    require(plan.spec, "train", loaded.provenance)
+    run = open_run(plan, loaded.text)
+    story(f"run directory {run.path}")
+    result = demonstrate(plan, run, SETTINGS, story)
+    document = {
+        "schema": "fourfold.lab.demo/1",
+        "verdict": "pass" if result.passed else "fail",
+        "run": str(run.path),
+        "report": str(result.report) if result.report else None,
+        "exit_code": result.exit_code,
+        "findings": [finding.model_dump(mode="json") for finding in result.findings],
+    }
+    if json:
+        print_document(document)
+    elif result.report is not None:
+        print("\n".join(demo_lines(document)))
+        next_command(f"python -m webbrowser {result.report}", "fourfold spec copy small my.toml")
+    if result.exit_code != EXIT_DONE:
+        return result.exit_code
+    return EXIT_DONE if result.passed else EXIT_CHECK_FAILED
+
+
+def demo_lines(document: Mapping[str, Any]) -> list[str]:
+    """How many claims of each kind held, those that did not, and where the report is."""
+    findings = document["findings"]
+    lines = []
+    for kind, word in (("fact", "measured here"), ("inference", "follows from them"), ("open", "not tested")):
+        of_kind = [finding for finding in findings if finding["kind"] == kind]
+        held = sum(finding["verdict"] == "pass" for finding in of_kind)
+        result = (
+            f"{held} of {len(of_kind)} hold" if kind != "open" else f"{len(of_kind)}, named in the report"
+        )
+        lines.append(f"{kind:<10} {result:<22} ({word})")
+    lines += [
+        f"failed: {finding['claim']}: {finding['measured']}"
+        for finding in findings
+        if finding["verdict"] == "fail"
+    ]
+    color = "green" if document["verdict"] == "pass" else "red"
+    return [*lines, f"{paint(document['verdict'], color, sys.stdout)}  {document['report']}"]

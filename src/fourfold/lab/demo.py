@@ -67,7 +67,9 @@ def demonstrate(plan: RunPlan, run: RunDir, sets: Sequence[str], say: Callable[[
     run: claimed, with the request in it; findings and report go there. say: takes each line of the story.
     Raises DataError, SpecError as the verbs do.
     """
-    say(f"1/4  train {plan.spec.name} on {plan.world} ranks: {plan.steps} steps of real text, then validation")
+    say(
+        f"1/4  train {plan.spec.name} on {plan.world} ranks: {plan.steps} steps of real text, then validation"
+    )
     outcome = start(plan, run)
     if outcome.exit_code != 0:
         return Demonstration(outcome.exit_code, run)
@@ -92,7 +94,9 @@ def demonstrate(plan: RunPlan, run: RunDir, sets: Sequence[str], say: Callable[[
         )
     )
     say("4/4  report")
-    measured = tuple(Finding.model_validate(entry) for document in documents for entry in document["findings"])
+    measured = tuple(
+        Finding.model_validate(entry) for document in documents for entry in document["findings"]
+    )
     concluded = (_conclusion(documents), *NOT_SHOWN)
     write_findings(run, "conclusions", concluded)
     return Demonstration(0, run, (*measured, *concluded), build_report(run.path))

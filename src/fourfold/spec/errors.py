@@ -1,12 +1,12 @@
 """What can go wrong, for people: every error says what was asked, what was found, why, and what to type instead.
 
-    FourfoldError                 1  a bug of ours, or a failure with no better class
-    ├── SpecError (ValueError)    2  the request is wrong: usage, Spec, layout
-    ├── CheckFailed               3  a check was run and did not hold
-    ├── NoLayoutFits              4  nothing legal fits the memory given
-    ├── DataError (OSError)       5  data, record or checkpoint cannot be read or written
-    ├── Stopped                  75  stopped by a signal, in good order
-    └── RankFailed               128+n or the failing rank's own code
+FourfoldError                 1  a bug of ours, or a failure with no better class
+├── SpecError (ValueError)    2  the request is wrong: usage, Spec, layout
+├── CheckFailed               3  a check was run and did not hold
+├── NoLayoutFits              4  nothing legal fits the memory given
+├── DataError (OSError)       5  data, record or checkpoint cannot be read or written
+├── Stopped                  75  stopped by a signal, in good order
+└── RankFailed               128+n or the failing rank's own code
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ class FourfoldError(Exception):
     secondary = False  # True where a rank only follows what another rank failed of
 
     def __init__(self, problems: Problem | Sequence[Problem]) -> None:
-        self.problems: tuple[Problem, ...] = (
-            (problems,) if isinstance(problems, Problem) else tuple(problems)
-        )
+        self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[type[FourfoldError], tuple[tuple[Problem, ...]]]:
@@ -94,7 +92,9 @@ class Stopped(FourfoldError):
 class RankFailed(FourfoldError):
     """A rank was killed, hung or raised; `exit_code` is that rank's."""
 
-    def __init__(self, problems: Problem | Sequence[Problem], rank: int = -1, exit_code: int = EXIT_BUG) -> None:
+    def __init__(
+        self, problems: Problem | Sequence[Problem], rank: int = -1, exit_code: int = EXIT_BUG
+    ) -> None:
         super().__init__(problems)
         self.rank = rank
         self.exit_code = exit_code

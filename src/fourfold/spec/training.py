@@ -27,7 +27,9 @@ class OptimizerSpec(Value):
     lr: Annotated[float, Field(gt=0.0)] = 1e-3
     betas: tuple[Share, Share] = Field(default=(0.9, 0.95), strict=False)
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1  # on tensors of two or more dims; never norms or biases
+    weight_decay: Annotated[float, Field(ge=0.0)] = (
+        0.1  # on tensors of two or more dims; never norms or biases
+    )
     clip_norm: Annotated[float, Field(ge=0.0)] = 1.0  # global gradient norm; 0 = no clipping
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     warmup_steps: NonNegativeInt = 0

@@ -37,8 +37,12 @@ class Meter:
         self._since = time.perf_counter()
 
     def restart_clock(self) -> None:
-        """Leave out of the rates what was not training (validation)."""
+        """The first step begins now."""
         self._since = time.perf_counter()
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave out of the rates what was not training (validation)."""
+        self._since += seconds
 
     def add(
         self, step: int, batches: Sequence[Batch], pair: LossPair, norm: Tensor, rate: float, totals: Totals

@@ -1,6 +1,6 @@
 """What one rank process does: join the others, train as planned, end with the right exit code.
 
-    python -m fourfold.train.rank RUN_DIR     (started by `fourfold train`; the plan lies in RUN_DIR)
+python -m fourfold.train.rank RUN_DIR     (started by `fourfold train`; the plan lies in RUN_DIR)
 """
 
 from __future__ import annotations

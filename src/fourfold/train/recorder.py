@@ -96,6 +96,7 @@ class Recorder:
     def validation(self, step: int, result: ValidationResult | None) -> None:
         """What the validation after `step` (from 0) gave."""
         if result is not None:
+            self._meter.leave_out(result.seconds)
             values = {
                 "validation_loss": result.loss,
                 "validation_tokens": result.targets,
@@ -108,7 +109,6 @@ class Recorder:
                 f"step {step + 1}/{self._plan.steps}  validation loss {result.loss:.4f}"
                 f" over {result.samples:,} samples"
             )
-        self._meter.restart_clock()
 
     def ended(self, ending: Literal["finished", "stopped"], step: int) -> Literal["finished", "stopped"]:
         """The run ends in good order after `step` (from 0)."""

@@ -66,7 +66,9 @@ class Story:
             self._log.write(text + "\n")
             self._log.flush()
         except OSError as error:
-            raise unwritable(self._path, error, "write a line of the story", "earlier lines are kept") from error
+            raise unwritable(
+                self._path, error, "write a line of the story", "earlier lines are kept"
+            ) from error
 
     def _end_live_line(self) -> None:
         if self._live:

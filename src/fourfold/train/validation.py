@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +15,15 @@ from fourfold.train.setup import Training
 
 @dataclass(frozen=True, slots=True)
 class ValidationResult:
-    """Loss per valid target over all ranks; `samples` and `targets` are the true numbers, filler left out."""
+    """Loss per valid target over all ranks; `samples` and `targets` are the true numbers, filler left out.
+
+    seconds: how long it took on this rank.
+    """
 
     loss: float
     targets: int
     samples: int
+    seconds: float
 
 
 @torch.no_grad()
@@ -30,6 +35,7 @@ def validate(training: Training, step: int) -> ValidationResult | None:
     source = training.sources.validation
     if source is None:
         return None
+    start = time.perf_counter()
     spec, parallel = training.spec, training.parallel
     assert spec.batch.micro_batch and spec.batch.global_batch, "the Spec is not settled"
     float_dtype = training.dtype if training.dtype is torch.float64 else None
@@ -52,4 +58,5 @@ def validate(training: Training, step: int) -> ValidationResult | None:
     finally:
         training.model.train()
     loss_sum, targets, samples = sum_floats(sums).tolist()
-    return ValidationResult(loss_sum / targets if targets else float("nan"), int(targets), int(samples))
+    loss = loss_sum / targets if targets else float("nan")
+    return ValidationResult(loss, int(targets), int(samples), time.perf_counter() - start)
