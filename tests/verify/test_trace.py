@@ -101,6 +101,11 @@ def test_a_fingerprint_is_by_row_and_sees_one_element():
     assert fingerprint(torch.zeros(2, 0), 2) == [[0.0] * 3] * 2
 
 
+def rows_of(rank, micro):
+    start = (micro * 2 + rank) * 2
+    return range(start, start + 2)
+
+
 @pytest.fixture
 def two_ranks(tmp_path):
     """All eight rows on one device, and by twos on two ranks that weigh their losses twice as much."""
@@ -115,7 +120,7 @@ def two_ranks(tmp_path):
                 touch=touch.get(f"rank{rank}", lambda _model: None),
             )
         paths = {rank: tmp_path / f"rank{rank}.jsonl" for rank in (0, 1)}
-        return first_deviation(tmp_path / "reference.jsonl", paths, 2, ["dp_replicate"])
+        return first_deviation(tmp_path / "reference.jsonl", paths, rows_of, ["dp_replicate"])
 
     return ranks
 
@@ -195,5 +200,5 @@ def test_mixing_rows_shows_though_all_do_the_same(tmp_path):
     for rank, blocks in enumerate(([(0, 1), (4, 5)], [(2, 3), (6, 7)])):
         trace(tmp_path / f"rank{rank}.jsonl", blocks, touch=mixing)
     paths = {rank: tmp_path / f"rank{rank}.jsonl" for rank in (0, 1)}
-    found = first_deviation(tmp_path / "reference.jsonl", paths, 2, ["dp_replicate"])
+    found = first_deviation(tmp_path / "reference.jsonl", paths, rows_of, ["dp_replicate"])
     assert (found.microbatch, found.rank, found.phase, found.place) == (0, 0, "forward", "layer")

@@ -136,5 +136,5 @@ def demo_lines(document: Mapping[str, Any]) -> list[str]:
         for finding in findings
         if finding["verdict"] == "fail"
     ]
-    color = "green" if document["verdict"] == "pass" else "red"
-    return [*lines, f"{paint(document['verdict'], color, sys.stdout)}  {document['report']}"]
+    verdict = paint(document["verdict"], "green" if document["verdict"] == "pass" else "red", sys.stdout)
+    return [*lines, f"{verdict}  {document['report']}"]

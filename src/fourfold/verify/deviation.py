@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from fourfold.record.reader import read_lines
 from fourfold.verify.measure import SMALLEST_SHARE, relative_gap, within
-from fourfold.verify.trace import BATCH, GRADIENT, IDS, LOSS, REDUCED, STAGES, WEIGHT
+from fourfold.verify.trace import BATCH, GRADIENT, IDS, LOSS, NORM, REDUCED, STAGES, WEIGHT
 
 # Fingerprints are sums over a row and carry a little more rounding than the values (honest runs: 2e-14 measured).
 TRACE_TOLERANCE = 1e-11
 
 Key = tuple[str, str, int]  # kind, name, call
 Values = NDArray[np.float64]
+RowsOf = Callable[[int, int], Iterable[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +98,12 @@ class _Expected:
 
 
 def first_deviation(
-    reference: Path, ranks: Mapping[int, Path], micro_batch: int, axes: Sequence[str]
+    reference: Path, ranks: Mapping[int, Path], rows: RowsOf, axes: Sequence[str]
 ) -> Deviation | None:
     """Compare the trace of each rank with the reference's, in execution order. None if nothing deviates.
 
-    ranks: data-parallel rank -> its trace; microbatch m of rank r holds the run of `micro_batch` rows number
-    m × len(ranks) + r of the global batch. axes: the mesh axes over which gradients are reduced.
+    ranks: data-parallel rank -> its trace; rows(rank, micro): the rows of the global batch that it must hold.
+    axes: the mesh axes over which gradients are reduced.
     """
     expected = _Expected(_read(reference))
     held = {rank: _read(path) if path.exists() else _Trace() for rank, path in ranks.items()}
@@ -110,11 +111,8 @@ def first_deviation(
         absent: list[Deviation] = []
         micros = 1 + max((m for trace in held.values() for s, m in trace.micros if s == step), default=-1)
         for micro in range(micros):
-            rows = {
-                rank: range(start := (micro * len(held) + place) * micro_batch, start + micro_batch)
-                for place, rank in enumerate(sorted(held))
-            }
-            found = _in_microbatch(expected, held, step, micro, rows, absent)
+            due = {rank: [int(row) for row in rows(rank, micro)] for rank in held}
+            found = _in_microbatch(expected, held, step, micro, due, absent)
             if found is not None:
                 return found
         last = f"every forward and backward of {micros} microbatches" if micros else ""
@@ -242,7 +240,7 @@ def _in_stages(
                 axis = "×".join(axes) if stage == REDUCED else ""
                 note = _stage_note(line, name)
                 return Deviation(step + 1, None, whose, stage, name, axis, gaps[name], after, note)
-        after = f"{stage} of every tensor"
+        after = stage if stage == NORM else f"{stage} of every tensor"
     return None
 
 

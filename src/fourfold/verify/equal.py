@@ -178,11 +178,12 @@ def _search(case: _Case, ranks: _Ranks, judge: Judge, steps: int, tolerance: flo
     reference = case.reference("traced", steps=steps, trace=trace)
     with suppress(RankFailed):  # it has been reported; what the ranks wrote until then is what is looked at
         ranks.trace(case, reference, folder, tolerance)
-    assert case.spec.batch.micro_batch, "the Spec is not settled"
+    degree = data_parallel_degree(case.spec.layout)
+    rows = batch_schedule(case.spec, len(case.source), degree).rows
     grid = Grid.of(case.spec.layout)
     axes = [axis for axis in ("dp_replicate", "dp_shard") if grid.degree(axis) > 1]
-    traces = {rank: folder / f"rank{rank}.jsonl" for rank in range(data_parallel_degree(case.spec.layout))}
-    found = first_deviation(trace, traces, case.spec.batch.micro_batch, axes)
+    traces = {rank: folder / f"rank{rank}.jsonl" for rank in range(degree)}
+    found = first_deviation(trace, traces, rows, axes)
     judge.first_deviation(found)
     return found
 

@@ -137,7 +137,7 @@ class Tracer:
 
     def weighed(self, loss_sum: Tensor, count: Tensor) -> None:
         """The loss of the microbatch: its pair, and later the weight that backward gives it."""
-        self.note(LOSS, "the loss", [[float(loss_sum.detach()), float(count)]])
+        self.note(LOSS, "the microbatch", [[float(loss_sum.detach()), float(count)]])
         if loss_sum.requires_grad:
             loss_sum.register_hook(self._on_weight)  # type: ignore[no-untyped-call]
 
