@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.train.rank_jobs import SMALLEST
 
 from fourfold.record.run_dir import RunDir
+from tests.train.rank_jobs import SMALLEST
 
 FOURFOLD = (sys.executable, "-m", "fourfold")
 LONG = ("run.steps=100000", "run.timeout_s=5")

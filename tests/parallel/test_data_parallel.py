@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from tests.parallel import rank_jobs
 
 
@@ -17,7 +18,9 @@ def one_device(used: list[list[bool]]) -> dict[str, list[float] | None]:
 def same(actual: dict[str, list[float] | None], expected: dict[str, list[float] | None]) -> bool:
     return all(
         (actual[name] is None) == (want is None)
-        and (want is None or torch.allclose(torch.tensor(actual[name]), torch.tensor(want), rtol=1e-12, atol=0))
+        and (
+            want is None or torch.allclose(torch.tensor(actual[name]), torch.tensor(want), rtol=1e-12, atol=0)
+        )
         for name, want in expected.items()
     )
 

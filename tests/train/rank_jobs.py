@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fourfold.verify.here import joined_here
 from fourfold.launch.stop import StopRequest
 from fourfold.plan.run_plan import RunPlan, make_run_plan
 from fourfold.record.run_dir import RunDir
@@ -22,6 +21,7 @@ from fourfold.train.finite import refuse_nonfinite
 from fourfold.train.setup import open_training
 from fourfold.train.step import accumulate, agree_totals, clip, update
 from fourfold.train.validation import validate
+from fourfold.verify.here import joined_here
 
 SMALLEST = (
     'model.kind="mlp"',
@@ -131,9 +131,7 @@ def different_parameters() -> str:
 def whole_run(folder: str, *sets: str) -> str:
     run = RunDir(Path(folder))
     with StopRequest() as stop:
-        return loop.train(
-            plan(dist.get_world_size(), *sets), joined_here(), run, stop, lambda step, phase: None
-        )
+        return loop.train(plan(dist.get_world_size(), *sets), joined_here(), run, stop, lambda *_: None)
 
 
 def run_with_nan(folder: str) -> str:

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.train import rank_jobs
 from torch import nn
 
 from fourfold.launch.rank import Rank
 from fourfold.spec.errors import CheckFailed
 from fourfold.train.census import check_world, code_hash, parameter_hash
+from tests.train import rank_jobs
 
 
 def test_another_seed_on_one_rank_is_named_before_the_model_is_built(ranks):

@@ -4,10 +4,10 @@ import json
 import math
 
 import pytest
-from tests.train import rank_jobs
 
 from fourfold.spec.errors import DataError
 from fourfold.train.replay import replay
+from tests.train import rank_jobs
 
 
 def metrics(folder) -> list[dict[str, float]]:

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.train import rank_jobs
 
 from fourfold.launch.pool import RankPool
+from tests.train import rank_jobs
 
 
 def close(a: object, b: object) -> bool:

@@ -65,7 +65,7 @@ class Recorder:
         per_epoch = training.schedule.steps_per_epoch
         self._story.say(
             f"{self._plan.steps} steps of {training.spec.batch.global_batch} samples on "
-            f"{training.joined.rank.world} ranks; one epoch is {per_epoch} steps ({len(training.sources.train)} samples)"
+            f"{training.joined.rank.world} ranks; epoch: {per_epoch} steps ({len(training.sources.train)} samples)"
         )
         self._meter.restart_clock()
 
