@@ -69,7 +69,7 @@ def plain_loop(spec: Any, batches_of_step: list[list[Any]]) -> Callable[[int], N
 
 def fourfold_loop(training: Any, record: Any, steps: int) -> Callable[[int], None]:
     """The product's loop body, call for call as in train/loop.py."""
-    from fourfold.train.finite import refuse_nonfinite
+    from fourfold.train.checks import check_step
     from fourfold.train.step import accumulate, agree_totals, clip, update
 
     supply = enumerate(training.loader.steps(0, steps))
@@ -79,7 +79,7 @@ def fourfold_loop(training: Any, record: Any, steps: int) -> Callable[[int], Non
         pending = agree_totals(batches, stop_requested=False)
         pair, totals = accumulate(training, batches, pending)
         norm = clip(training)
-        refuse_nonfinite(training, number, pair, norm)
+        check_step(training, batches, pair, norm)
         rate = update(training, number)
         record.step(number, batches, pair, norm, rate, totals)
 

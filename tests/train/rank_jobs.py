@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fourfold.spec.load import load_spec
 from fourfold.spec.settle import settle
 from fourfold.spec.spec import Spec
 from fourfold.train import loop
-from fourfold.train.finite import refuse_nonfinite
+from fourfold.train.checks import check_step
 from fourfold.train.setup import open_training
 from fourfold.train.step import accumulate, agree_totals, clip, update
 from fourfold.train.validation import validate
@@ -85,10 +86,22 @@ def nonfinite(where: str) -> tuple[str, bool]:
         if where == "gradient":
             next(training.model.parameters()).grad[0] = float("inf")  # type: ignore[index]
         try:
-            refuse_nonfinite(training, 0, pair, clip(training))
+            check_step(training, batches, pair, clip(training))
         except FourfoldError as error:
             return str(error), error.secondary
     return "", False
+
+
+def wrong_count() -> str:
+    """The text of what stops a step whose loss counted one target less than the batches hold."""
+    with open_training(spec(dist.get_world_size()), joined_here()) as training:
+        batches = next(training.loader.steps(0, 1))
+        pair, _ = accumulate(training, batches, agree_totals(batches, False))
+        try:
+            check_step(training, batches, replace(pair, count=pair.count - 1), clip(training))
+        except FourfoldError as error:
+            return str(error)
+    return ""
 
 
 def census_of_different_seeds() -> str:
@@ -151,6 +164,25 @@ def run_with_nan(folder: str) -> str:
     finally:
         loop.accumulate = keep
     return ""
+
+
+def warm_up_a_batch_norm() -> tuple[bool, bool]:
+    """Whether running statistics are as before the mock batch, and no gradient is left."""
+    with open_training(spec(dist.get_world_size()), joined_here()) as training:
+        norm = torch.nn.BatchNorm1d(4, dtype=torch.float64)
+        first = next(module for module in training.model.modules() if isinstance(module, torch.nn.Linear))
+        first.register_forward_pre_hook(lambda _, inputs: (norm(inputs[0]),))
+        training.model.add_module("statistics", norm)
+        before = [buffer.clone() for buffer in norm.buffers()]
+        norm(torch.ones(2, 4, dtype=torch.float64))
+        moved = [buffer.clone() for buffer in norm.buffers()]
+        for buffer, value in zip(norm.buffers(), before, strict=True):
+            buffer.copy_(value)
+        assert not all(torch.equal(one, other) for one, other in zip(before, moved, strict=True))
+        norm.requires_grad_(False)
+        loop.warm_up(training)
+        same = all(torch.equal(one, other) for one, other in zip(norm.buffers(), before, strict=True))
+        return same, all(parameter.grad is None for parameter in training.model.parameters())
 
 
 def events(folder: str, rank: int) -> list[dict[str, Any]]:

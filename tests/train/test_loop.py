@@ -64,3 +64,7 @@ def test_a_bundle_that_is_none_is_refused(tmp_path):
     (tmp_path / "bundle.json").write_text('{"schema": "another/1"}')
     with pytest.raises(DataError):
         replay(tmp_path)
+
+
+def test_the_mock_batch_leaves_nothing_behind(ranks):
+    assert ranks(2).run(rank_jobs.warm_up_a_batch_norm) == [(True, True)] * 2

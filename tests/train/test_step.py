@@ -67,3 +67,9 @@ def test_an_overflow_in_backward_is_nobodys_loss(ranks):
         assert "overflowed in backward" in text
         assert not secondary
     assert ranks(2).run(rank_jobs.nonfinite, "nowhere") == [("", False)] * 2
+
+
+def test_a_loss_over_other_targets_than_the_batches_is_refused(ranks):
+    for text in ranks(2).run(rank_jobs.wrong_count):
+        assert "over 4 valid targets" in text
+        assert "counted 3" in text

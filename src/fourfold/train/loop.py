@@ -11,7 +11,7 @@ from fourfold.launch.stop import StopRequest
 from fourfold.plan.run_plan import RunPlan
 from fourfold.record.run_dir import RunDir
 from fourfold.train.bundle import keeping_bundle
-from fourfold.train.finite import refuse_nonfinite
+from fourfold.train.checks import check_step
 from fourfold.train.recorder import Recorder
 from fourfold.train.setup import Training, open_training
 from fourfold.train.step import accumulate, agree_totals, clip, update
@@ -36,7 +36,7 @@ def train(
                 pending = agree_totals(batches, stop.requested)
                 pair, totals = accumulate(training, batches, pending)
                 norm = clip(training)
-                refuse_nonfinite(training, step, pair, norm)
+                check_step(training, batches, pair, norm)
                 rate = update(training, step)
             record.step(step, batches, pair, norm, rate, totals)
             if totals.stop:
@@ -52,9 +52,15 @@ def steps(training: Training) -> Iterator[tuple[int, Sequence[Batch]]]:
 
 
 def warm_up(training: Training) -> None:
-    """One mock batch, the largest the loader can give: what is too large, or takes no part, shows before step 1."""
+    """One mock batch, the largest the loader can give: what is too large, or takes no part, shows before step 1.
+
+    It leaves nothing behind: gradients are dropped, buffers (running statistics) put back.
+    """
     batch = training.loader.mock()
+    before = [(buffer, buffer.clone()) for buffer in training.model.buffers()]
     accumulate(training, [batch], agree_totals([batch], stop_requested=False))
+    for buffer, value in before:
+        buffer.copy_(value)
     training.optimizer.zero_grad(set_to_none=True)
 
 

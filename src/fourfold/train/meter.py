@@ -12,7 +12,7 @@ from torch import Tensor
 from fourfold.collectives.sums import sum_floats
 from fourfold.data.batch import Batch
 from fourfold.record.writer import JsonLines
-from fourfold.spec.errors import CheckFailed, Problem
+from fourfold.train.checks import check_line
 from fourfold.train.setup import Training
 from fourfold.train.step import LossPair, Totals
 
@@ -55,7 +55,7 @@ class Meter:
         """Sum what was collected over ranks and write it; returns the newest line, None if there was nothing.
 
         Collectives: one all-reduce of four fp64 numbers per collected step, on the CPU.
-        Raises CheckFailed if the model's own count of targets is not that of the batches.
+        Raises CheckFailed for a line that is not finite, or whose targets are not those of the batches.
         """
         if not self._pending:
             return None
@@ -69,7 +69,6 @@ class Meter:
         self._since = now
         line: dict[str, float] = {}
         for pending, norm, (loss_sum, count, processed, nonpadding) in zip(steps, norms, summed, strict=True):
-            _check_count(pending, int(count))
             line = {
                 "step": pending.step + 1,
                 "loss": loss_sum / max(count, 1.0),
@@ -86,16 +85,5 @@ class Meter:
             }
             if self._lines is not None:
                 self._lines.write(line)
+            check_line(line, pending.totals.count)
         return line
-
-
-def _check_count(pending: _Pending, counted: int) -> None:
-    if counted != pending.totals.count:
-        raise CheckFailed(
-            Problem(
-                asked=f"the loss of step {pending.step + 1} over {pending.totals.count} valid targets",
-                found=f"the model's loss counted {counted}",
-                why="the gradient was divided by the batch's count: it is off by the ratio of the two",
-                instead="let the model's loss count the same targets as batch.valid (see docs/own_model.md)",
-            )
-        )

@@ -15,7 +15,6 @@ from fourfold.plan.run_plan import RunPlan
 from fourfold.record.run_dir import RunDir
 from fourfold.record.writer import JsonLines
 from fourfold.spec.errors import DataError
-from fourfold.train.finite import refuse_nonfinite_line
 from fourfold.train.meter import Meter
 from fourfold.train.setup import Training
 from fourfold.train.step import LossPair, Totals
@@ -82,7 +81,6 @@ class Recorder:
         if due:
             line = self._meter.flush()
             assert line is not None
-            refuse_nonfinite_line(line)
             unit = "tokens" if self._plan.tokens_per_step is not None else "vectors"
             text += (
                 f"  loss {line['loss']:.4f}  norm {line['grad_norm']:.3f}  lr {line['lr']:.2e}"

@@ -15,7 +15,7 @@ from fourfold.record.reader import read_lines
 from fourfold.verify.measure import SMALLEST_SHARE, relative_gap, within
 from fourfold.verify.trace import BATCH, GRADIENT, IDS, LOSS, NORM, REDUCED, STAGES, WEIGHT
 
-# Fingerprints are sums over a row and carry a little more rounding than the values (honest runs: 2e-14 measured).
+# Fingerprints are sums over a row and carry a little more rounding than the values (honest runs: 4e-15 measured).
 TRACE_TOLERANCE = 1e-11
 
 Key = tuple[str, str, int]  # kind, name, call
