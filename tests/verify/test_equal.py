@@ -129,3 +129,23 @@ def test_a_salt_gives_every_step_unequal_ranks_and_a_masked_row(small):
         assert sum(by_rank) == sum(counts) > 0
         assert by_rank[0] != by_rank[1]
         assert min(counts) == 0
+
+
+def test_a_rank_that_raises_is_a_failed_finding_with_its_own_words(small, tmp_path):
+    document = verify_equal(
+        small(*MLP), 2, steps=2, out=tmp_path, setup="tests.verify.test_equal:break_opening"
+    )
+    assert document["verdict"] == "fail"
+    assert "rank 0" in claims(document, "every rank runs")[0]["measured"]
+    assert "no such model" in claims(document, "every rank runs")[0]["measured"]
+    assert document["first_deviation"] is None and not claims(document, "first deviating")
+    assert document["worst_relative"] == float("inf"), "nothing was compared"
+
+
+def break_opening():
+    from fourfold.train import setup
+
+    def kit_for(_spec):
+        raise RuntimeError("no such model")
+
+    setup.kit_for = kit_for

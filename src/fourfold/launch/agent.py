@@ -29,6 +29,7 @@ from fourfold.launch.rank import ATTEMPT, loopback
 from fourfold.launch.stop import STOP_SIGNALS
 from fourfold.launch.story import in_file, on_screen
 from fourfold.launch.watch import Outcome, Watch, log_path
+from fourfold.record.environment import cores
 from fourfold.record.problems import unwritable
 from fourfold.record.writer import write_json, write_text
 from fourfold.spec.errors import Problem, SpecError
@@ -249,11 +250,6 @@ class _Signals:
 
     def _take(self, number: int, _frame: FrameType | None) -> None:
         self.seen.append((number, time.monotonic()))
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check(request: Launch) -> None:

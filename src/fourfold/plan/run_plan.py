@@ -5,7 +5,6 @@ Every figure is computed from the settled Spec; what is not computed is listed i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from textwrap import wrap
 from typing import Literal

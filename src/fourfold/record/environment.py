@@ -25,7 +25,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": _cpu(),
-        "cores": _cores(),
+        "cores": cores(),
         "memory_bytes": _memory_bytes(),
         "packages": _versions(),
         "git": _git(Path.cwd()),
@@ -56,7 +56,7 @@ def _cpu() -> str:
     return platform.processor() or platform.machine() or "n/a"
 
 
-def _cores() -> int:
+def cores() -> int:
     """Cores this process may use (a container or taskset may allow fewer than the machine has)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

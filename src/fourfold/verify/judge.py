@@ -43,6 +43,7 @@ class Judge:
     worst_own_eps: float | None = None
     tensors: dict[str, dict[str, float]] = field(default_factory=dict)
     first_failed_step: int | None = None
+    _rank_failed: bool = False
     _clipped: tuple[int, int] = (0, 0)
     _valid: list[list[int]] = field(default_factory=list)
 
@@ -101,11 +102,13 @@ class Judge:
 
     def rank_failed(self, failure: RankFailed) -> None:
         """A rank raised, died or hung: its error is the finding."""
-        problem = failure.problems[0]
-        self._add("every rank runs to the end", "no error", problem.found, False)
+        self._rank_failed = True
+        self._add("every rank runs to the end", "no error", failure.problems[0].found, False)
 
     def first_deviation(self, found: Deviation | None) -> None:
-        """Where it begins, or that a second pass did not show it."""
+        """Where it begins, or that a second pass did not show it; where a rank failed its error says enough."""
+        if found is None and self._rank_failed:
+            return
         self._add(
             "the first deviating value in execution order",
             "none: every value agrees with one device",
