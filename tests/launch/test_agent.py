@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from fourfold.launch import watch
-from fourfold.launch.agent import Launch, cores, launch
+from fourfold.launch.agent import Launch, launch
 from fourfold.launch.failure import FailureReport
 from fourfold.launch.watch import Outcome
+from fourfold.record.environment import cores
 from fourfold.spec.errors import DataError, SpecError
 from tests.launch.procs import lives, read_when_there, wait_until_gone
 

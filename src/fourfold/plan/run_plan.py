@@ -163,11 +163,11 @@ def _short_of_warm_up(spec: Spec) -> tuple[str, ...]:
 
 
 def _crowded(hardware: HardwareSpec, nproc: int) -> tuple[str, ...]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if hardware.device == "cuda" or nproc <= cores:
+    here = cores()
+    if hardware.device == "cuda" or nproc <= here:
         return ()
     return (
-        f"{nproc} ranks share {cores} cores: slower steps, same results (--nproc {cores}: a core for each)",
+        f"{nproc} ranks share {here} cores: slower steps, same results (--nproc {here}: a core for each)",
     )
 
 
