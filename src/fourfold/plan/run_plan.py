@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 
 from fourfold.plan.parameters import CORRECTION, parameter_terms
+from fourfold.record.environment import cores
 from fourfold.spec.grid import Grid
 from fourfold.spec.load import LoadedSpec
 from fourfold.spec.settle import settle
