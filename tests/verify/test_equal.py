@@ -16,7 +16,7 @@ MLP = ('model.kind="mlp"', "model.inputs=8", "model.dropout=0.2", 'data.kind="sy
 
 
 def failed(document):
-    return [f["claim"] for f in document["findings"] if f["verdict"] == "fail"]
+    return [(f["claim"], f["measured"]) for f in document["findings"] if f["verdict"] == "fail"]
 
 
 def claims(document, text):
