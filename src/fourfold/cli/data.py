@@ -22,7 +22,7 @@ app = App(
     name="data",
     help="""Prepare text as a token file; show what a Spec's data amounts to.
 
-    Examples:
+    For example:
 
         fourfold data show tiny
         fourfold data prepare corpus.jsonl corpus.bin --field body

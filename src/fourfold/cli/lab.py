@@ -16,7 +16,7 @@ app = App(
     name="lab",
     help="""The experiments and the demonstration.
 
-    Examples:
+    For example:
 
         fourfold lab coverage
         fourfold lab coverage --json

@@ -17,7 +17,7 @@ app = App(
     name="verify",
     help="""Prove a layout right: every sample exactly once, and equal to one device.
 
-    Examples:
+    For example:
 
         fourfold verify coverage tiny --world 3
         fourfold verify coverage runs/tiny-1
