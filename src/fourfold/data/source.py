@@ -8,13 +8,21 @@ from functools import partial
 import numpy as np
 import xxhash
 
+from fourfold.data import documents
 from fourfold.data.corpus import Corpus, open_jsonl, open_stdlib, open_text
 from fourfold.data.pack import PackedSource, PaddedSource, TokenSource
 from fourfold.data.parts import Part, part_of, split
 from fourfold.data.sample import Source
 from fourfold.data.synthetic import SyntheticSource
-from fourfold.data.tokens import VERIFIED_BYTES, open_tokens
-from fourfold.spec.data import JsonlDataSpec, StdlibDataSpec, SyntheticDataSpec, TextDataSpec, TokensDataSpec
+from fourfold.data.tokens import VERIFIED_BYTES, open_tokens, read_header
+from fourfold.spec.data import (
+    DataSpec,
+    JsonlDataSpec,
+    StdlibDataSpec,
+    SyntheticDataSpec,
+    TextDataSpec,
+    TokensDataSpec,
+)
 from fourfold.spec.errors import DataError, Problem
 from fourfold.spec.model import DecoderSpec, MlpSpec
 from fourfold.spec.rules import require
@@ -44,6 +52,17 @@ def open_sources(spec: Spec, verify_up_to: int = VERIFIED_BYTES) -> Sources:
     if isinstance(spec.data, SyntheticDataSpec):
         return _synthetic(spec, spec.data)
     return _tokens(spec, spec.data, verify_up_to)
+
+
+def require_paths(data: DataSpec) -> None:
+    """Raise DataError where a path that `data` names leads nowhere; reads no text."""
+    for path in (getattr(data, "path", None), getattr(data, "validation_path", None)):
+        if path is None:
+            continue
+        if isinstance(data, TokensDataSpec):
+            read_header(path)
+        else:
+            documents.located(path, "text" if isinstance(data, TextDataSpec) else "JSON lines")
 
 
 def open_corpus(data: TokenData, path: str | None, verify_up_to: int = VERIFIED_BYTES) -> Corpus:

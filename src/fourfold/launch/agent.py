@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -272,7 +271,9 @@ def _tell(request: Launch, outcome: Outcome) -> None:
         return
     print(on_screen(outcome.failures), file=sys.stderr, flush=True)
     run_dir = Path(request.run_dir)
-    with suppress(OSError):
+    try:
         for failure in outcome.failures:
             write_json(report_path(run_dir, failure.rank), failure)
         write_text(run_dir / "failures.md", in_file(outcome.failures, request.command, request.nproc))
+    except OSError as error:
+        print(f"and these failures could not be written down: {error}", file=sys.stderr, flush=True)

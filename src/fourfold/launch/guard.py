@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ from fourfold.launch.failure import FailureReport, describe, in_order, is_second
 from fourfold.launch.pulse import START, Pulse
 from fourfold.launch.rank import ATTEMPT, Rank
 from fourfold.record.writer import write_json
-from fourfold.spec.errors import EXIT_BUG, EXIT_KILLED_BASE, FourfoldError, Stopped
+from fourfold.spec.errors import EXIT_BUG, EXIT_KILLED_BASE, EXIT_UNREADABLE, FourfoldError, Stopped
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -34,7 +35,7 @@ def guard(rank: Rank, store: Store | None, run_dir: Path, pulse: Pulse | None) -
     """Run a rank's work; an exception is reported, then the process ends with the error's exit code.
 
     The report goes to `failures/rank<r>.json`, to the store (for ranks on other machines) and, as one paragraph,
-    to stderr; under our launcher rank 0 leaves the screen to it. The process ends at once, without the
+    to stderr; under our launcher rank 0 leaves the screen to it, if the launcher can read the report. The process ends at once, without the
     interpreter's own farewell, which would wait for collectives that can no longer complete, or abort. `Stopped`
     (75) and SystemExit end it so, too, without a report. `stacks/rank<r>.txt` takes the stacks on a crash, or
     when the launcher asks for them.
@@ -65,6 +66,8 @@ def _report(rank: Rank, pulse: Pulse | None, error: BaseException) -> FailureRep
         code = error.exit_code
     elif isinstance(error, KeyboardInterrupt):
         code = EXIT_KILLED_BASE + signal.SIGINT
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        code = EXIT_UNREADABLE
     else:
         code = EXIT_BUG
     return FailureReport(
@@ -83,8 +86,11 @@ def _tell(
     rank: Rank, store: Store | None, run_dir: Path, report: FailureReport, error: BaseException
 ) -> None:
     """Every place is tried; none may keep this rank from ending."""
-    with suppress(OSError):
+    written = True
+    try:
         write_json(report_path(run_dir, rank.rank), report)
+    except OSError:
+        written = False
     ours = ATTEMPT in os.environ
     cause = [] if store is None else _exchange(rank, store, report, wait=not ours)
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun names the cause only if it finds it there
@@ -92,7 +98,7 @@ def _tell(
 
         with suppress(OSError):
             get_error_handler().record_exception(error)
-    if not (ours and rank.rank == 0):
+    if not (ours and written and rank.rank == 0):
         for failure in (report, *cause):
             print(failure.headline, file=sys.stderr, flush=True)
 

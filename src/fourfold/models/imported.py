@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fourfold.models.protocol import BatchLike, ModelKit, Rule, parameter_rules
 from fourfold.spec.errors import FourfoldError, Problem, SpecError
@@ -43,8 +44,13 @@ class ImportedKit:
             self._kit = _as_kit(spec.target, made)
 
     def build(self, seed: int, dtype: torch.dtype) -> nn.Module:
-        """See `ModelKit.build`; raises SpecError unless it is a module in `dtype` that the sharding table covers."""
-        module = self._kit.build(seed, dtype)
+        """See `ModelKit.build`; raises SpecError unless it is a module in `dtype` that can be trained and spread."""
+        try:
+            module = self._kit.build(seed, dtype)
+        except FourfoldError:
+            raise
+        except Exception as error:
+            raise _failed(self._target, error, "building the network fails") from error
         if not isinstance(module, nn.Module):
             raise _error(
                 self._target,
@@ -52,6 +58,7 @@ class ImportedKit:
                 why="it must return the network",
                 instead="return module.to(dtype)",
             )
+        self._check_parameters(module)
         others = [n for n, p in module.named_parameters() if p.is_floating_point() and p.dtype != dtype]
         if others:
             raise _error(
@@ -63,6 +70,24 @@ class ImportedKit:
         parameter_rules(self, module)
         return module
 
+    def _check_parameters(self, module: nn.Module) -> None:
+        """There are parameters to train, and each has its shape already."""
+        lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+        if lazy:
+            raise _error(
+                self._target,
+                found=f"{', '.join(lazy)} without a shape",
+                why="ranks compare their parameters before the first batch, so none may wait for it",
+                instead="nn.Linear(inputs, outputs) in place of nn.LazyLinear(outputs), and so on",
+            )
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise _error(
+                self._target,
+                found="no parameter with requires_grad = True",
+                why="there is nothing to train",
+                instead="leave requires_grad on for what is to be trained",
+            )
+
     def loss(self, module: nn.Module, batch: BatchLike) -> tuple[Tensor, Tensor]:
         """See `ModelKit.loss`; raises SpecError unless it is a pair of scalar tensors."""
         pair: object = self._kit.loss(module, batch)
@@ -71,6 +96,13 @@ class ImportedKit:
             and len(pair) == 2
             and all(isinstance(part, Tensor) and part.dim() == 0 for part in pair)
         ):
+            if torch.is_grad_enabled() and not pair[0].requires_grad:
+                raise _error(
+                    self._target,
+                    found="a loss without a gradient",
+                    why="it does not depend on any parameter that is trained: it was detached, or read as a number",
+                    instead="return the sum as the network computed it, without detach(), item() or no_grad()",
+                )
             return pair
         raise _error(
             self._target,

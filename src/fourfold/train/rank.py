@@ -48,9 +48,21 @@ def _train_guarded(plan: RunPlan, joined: Joined, run: RunDir, stop: StopRequest
     pulse = Pulse(run.path / "pulse", joined.rank.rank)
     with guard(joined.rank, joined.store, run.path, pulse):
         pulse.beat(0, LONG_PHASE, patient=True)
-        ending = train(plan, joined, run, stop, pulse.beat)
+        try:
+            ending = train(plan, joined, run, stop, pulse.beat)
+        except SystemExit as leaving:  # never ours: with code 0 it would pass for a finished run
+            raise FourfoldError(_left(leaving)) from leaving
     pulse.close()
     return EXIT_DONE if ending == "finished" else EXIT_STOPPED
+
+
+def _left(leaving: SystemExit) -> Problem:
+    return Problem(
+        asked="a run to its last step",
+        found=f"SystemExit: {leaving.code}",
+        why="the model or a transform called sys.exit(): a rank that leaves so ends every other one, too",
+        instead="raise an error there",
+    )
 
 
 def _agree_on_run(plan: RunPlan, text: str, joined: Joined) -> RunDir:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fourfold.data.source import require_paths
 from fourfold.plan.run_plan import RunPlan
 from fourfold.record.environment import environment
 from fourfold.record.run_dir import RunDir, claim, claim_next
@@ -22,8 +23,10 @@ def open_run(plan: RunPlan, text: str) -> RunDir:
 
     text: the TOML that was asked with, kept verbatim.
 
-    Raises SpecError for a name in use, DataError if it cannot be written.
+    Raises SpecError for a name in use, DataError if it cannot be written, or if there is no data at the Spec's path:
+    a run that cannot begin takes no name.
     """
+    require_paths(plan.spec.data)
     wanted = plan.spec.run.dir
     run = claim(wanted) if wanted is not None else claim_next(RUNS, plan.spec.name)
     write_request(run, plan.spec, plan.provenance, text)
