@@ -170,3 +170,17 @@ def test_what_is_not_built_yet_is_refused_before_anything_starts(tmp_path):
     assert "checkpoint.every" in done.stderr
     assert "run.exact" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_data_that_is_not_there_takes_no_run_directory(tmp_path):
+    (tmp_path / "book.txt").write_text("a text")
+    done = subprocess.run(
+        [*FOURFOLD, "train", "tiny", "--set", "data.kind=text", "--set", "data.path=bok.txt"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 5
+    assert "book.txt" in done.stderr
+    assert not (tmp_path / "runs").exists()

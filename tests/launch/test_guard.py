@@ -54,6 +54,13 @@ def test_under_our_launcher_rank_0_leaves_the_screen_to_it(tmp_path):
     assert "a plain bug" in run_alone(tmp_path, "bug", rank=1, FOURFOLD_ATTEMPT="0").stderr
 
 
+def test_a_report_that_cannot_be_written_is_said_on_the_screen_instead(tmp_path):
+    (tmp_path / "failures").write_text("a file where the folder should be")
+    ended = run_alone(tmp_path, "bug", FOURFOLD_ATTEMPT="0")
+    assert ended.returncode == 1
+    assert "a plain bug" in ended.stderr
+
+
 def test_a_good_end_and_a_stop_leave_no_report(tmp_path):
     assert run_alone(tmp_path, "end").returncode == 0
     assert run_alone(tmp_path, "stopped").returncode == 75

@@ -38,10 +38,17 @@ class Mean(Line):
     def forward(self, batch):
         return super().forward(batch)[0] / 3
 
+class Detached(Line):
+    def forward(self, batch):
+        total, count = super().forward(batch)
+        return total.detach(), count
+
 class Kit:
     def __init__(self, **values):
         self.values = values
     def build(self, seed, dtype):
+        if self.values.get("built") is None and "built" in self.values:
+            raise KeyError("no such thing")
         return self.values.get("built", Line().to(dtype))
     def loss(self, module, batch):
         return module(batch)
@@ -62,6 +69,10 @@ def raises(): raise KeyError("no such thing")
 def kit(): return Kit()
 def kit_of_text(): return Kit(built="text")
 def kit_of_fp32(): return Kit(built=Line())
+def kit_that_raises(): return Kit(built=None)
+def frozen(): return Line().requires_grad_(False)
+def lazy(): return nn.LazyLinear(3)
+def detached(): return Detached()
 def kit_without_table(): return Kit(table={"*.weight": "replicate"})
 """
 
@@ -172,6 +183,9 @@ def test_what_the_factory_returns_must_be_a_model() -> None:
         ("mine.models:kit_of_text", "build() returned a str"),
         ("mine.models:kit_of_fp32", "linear.weight, linear.bias"),
         ("mine.models:kit_without_table", "no pattern matches it"),
+        ("mine.models:kit_that_raises", "KeyError: 'no such thing'"),
+        ("mine.models:frozen", "no parameter with requires_grad = True"),
+        ("mine.models:lazy", "weight, bias without a shape"),
     ],
 )
 def test_what_build_returns_is_checked(target: str, found: str) -> None:
@@ -185,6 +199,16 @@ def test_a_loss_that_is_no_pair_is_refused(vectors: Callable[..., Batch]) -> Non
     mean = kit("mine.models:mean")
     with pytest.raises(SpecError, match=r"a tensor of shape \(\)"):
         mean.loss(mean.build(0, torch.float64), vectors(2, 4, torch.zeros(2, 1)))
+
+
+@pytest.mark.usefixtures("here")
+def test_a_loss_without_a_gradient_is_refused_in_training_only(vectors: Callable[..., Batch]) -> None:
+    detached = kit("mine.models:detached")
+    module, batch = detached.build(0, torch.float64), vectors(2, 4, torch.zeros(2, 1, dtype=torch.float64))
+    with pytest.raises(SpecError, match="a loss without a gradient"):
+        detached.loss(module, batch)
+    with torch.no_grad():
+        assert detached.loss(module, batch)[1] == 2
 
 
 def example() -> Spec:

@@ -20,6 +20,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fourfold import __version__
@@ -211,10 +212,11 @@ def _traceback_if(debug: bool) -> None:
 def _one_line(error: Exception) -> str:
     """The exception's class and first line, and the place in our own code that it came through last."""
     first = str(error).partition("\n")[0]
+    package = str(Path(__file__).parents[1]) + os.sep
     place, trace = "", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if f"{os.sep}fourfold{os.sep}" in file:
-            place = f" at fourfold/{file.rpartition(f'{os.sep}fourfold{os.sep}')[2]}:{trace.tb_lineno}"
+        if file.startswith(package):
+            place = f" at fourfold/{file.removeprefix(package)}:{trace.tb_lineno}"
         trace = trace.tb_next
     return f"{type(error).__name__}{': ' if first else ''}{first}{place}"

@@ -15,7 +15,7 @@ def report(run: Path, *, json: bool = False) -> int:
 
         fourfold report runs/tiny-1
         fourfold report runs/tiny-1 --json
-        fourfold report "$(ls -td runs/*/ | head -1)"
+        fourfold report runs/my-2
 
     Parameters
     ----------

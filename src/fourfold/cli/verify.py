@@ -48,7 +48,7 @@ def coverage(
     Examples:
 
         fourfold verify coverage tiny --world 3
-        fourfold verify coverage my.toml --world 8 --max-steps 1000
+        fourfold verify coverage my.toml --world 4 --max-steps 1000
         fourfold verify coverage runs/tiny-1 --json
 
     Parameters
@@ -129,7 +129,7 @@ def equal(
     from fourfold.verify.equal import verify_equal
 
     loaded = load_spec(spec, sets)
-    story(f"{loaded.spec.name}: {steps} steps on one device, then on {world} ranks")
+    story(f"{loaded.spec.name}: {steps} steps on one device, then on {world} rank{'s' if world != 1 else ''}")
     command = _command("equal", spec, sets, world=world, steps=steps)
     document = verify_equal(loaded.spec, world, steps=steps, out=out, command=command)
     for change in document["changes"]:

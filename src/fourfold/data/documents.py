@@ -203,7 +203,7 @@ def _document_of(line: bytes, field: str, where: str, first: bool) -> bytes | Pr
         return bad(
             f"the fields {fields}",
             f"there is no {field!r}",
-            typed("data.field", json.dumps(near[0])) if near else "",
+            f"{typed('data.field', json.dumps(near[0]))}; of data prepare: --field {near[0]}" if near else "",
         )
     document = value[field]
     if not isinstance(document, str):

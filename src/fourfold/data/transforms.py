@@ -5,12 +5,10 @@ So a sample is changed alike on every rank, worker and layout, and differently i
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 
@@ -19,6 +17,7 @@ from fourfold.data.sample import Sample
 from fourfold.data.synthetic import stream
 from fourfold.spec.data import TransformSpec
 from fourfold.spec.errors import Problem, SpecError
+from fourfold.spec.target import look_here_first
 
 Transform = Callable[[Sample, np.random.Generator], Sample]
 
@@ -107,9 +106,7 @@ def _make(spec: TransformSpec, vocabulary: int | None, where: str) -> Transform:
 @lru_cache(maxsize=64)
 def _function(target: str) -> Transform:
     """The function, looked for in the working directory first, as `python -m` does (and a model of one's own)."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    look_here_first()
     module, _, name = target.partition(":")
     function: Transform = getattr(import_module(module), name)
     if not callable(function):

@@ -35,10 +35,10 @@ def guard(rank: Rank, store: Store | None, run_dir: Path, pulse: Pulse | None) -
     """Run a rank's work; an exception is reported, then the process ends with the error's exit code.
 
     The report goes to `failures/rank<r>.json`, to the store (for ranks on other machines) and, as one paragraph,
-    to stderr; under our launcher rank 0 leaves the screen to it, if the launcher can read the report. The process ends at once, without the
-    interpreter's own farewell, which would wait for collectives that can no longer complete, or abort. `Stopped`
-    (75) and SystemExit end it so, too, without a report. `stacks/rank<r>.txt` takes the stacks on a crash, or
-    when the launcher asks for them.
+    to stderr; under our launcher rank 0 leaves the screen to it, if the launcher can read the report. The process
+    ends at once, without the interpreter's own farewell, which would wait for collectives that can no longer
+    complete, or abort. `Stopped` (75) and SystemExit end it so, too, without a report. `stacks/rank<r>.txt` takes
+    the stacks on a crash, or when the launcher asks for them.
     Collectives: none.
     """
     stacks = run_dir / "stacks" / f"rank{rank.rank}.txt"

@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from fourfold.models.protocol import BatchLike, ModelKit, Rule, parameter_rules
 from fourfold.spec.errors import FourfoldError, Problem, SpecError
 from fourfold.spec.model import ImportSpec
+from fourfold.spec.target import look_here_first
 
 _METHODS = ("build", "loss", "sharding", "blocks")
 
@@ -169,9 +170,7 @@ def _find(target: str) -> Callable[..., Any]:
 
 def _import(target: str, path: str) -> ModuleType:
     """The module, with the working directory first on the path, as `python -m` has it."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    here = look_here_first()
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:

@@ -146,6 +146,8 @@ def nearest_key(path: str, kind: str | None = None) -> Key | None:
         for key in keys().values()
         if key.path not in sections() and (kind is None or key.section != section or has_key(key.path, kind))
     }
+    if path in offered:
+        return offered[path]
     elsewhere = [
         key for key in offered.values() if key.leaf == leaf and not key.path.startswith("data.transforms.")
     ]

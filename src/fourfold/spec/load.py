@@ -113,8 +113,8 @@ def _no_file(name: str) -> Problem:
     if path.stem in ready_names():
         instead = f"{path.stem}, the ready Spec; or first: fourfold spec copy {path.stem} {name}"
     else:
-        siblings = {sibling.name: sibling for sibling in sorted(path.parent.glob("*.toml"))}
-        near = difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.5) or list(siblings)[:1]
+        siblings = {sibling.stem: sibling for sibling in sorted(path.parent.glob("*.toml"))}
+        near = difflib.get_close_matches(path.stem, siblings, n=1, cutoff=0.5)
         instead = str(siblings[near[0]]) if near else "the path of a TOML file; see: fourfold spec list"
     return Problem(
         f"the Spec {name!r}", "no such file", "a Spec is a TOML file or the name of a ready one", instead

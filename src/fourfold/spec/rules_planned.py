@@ -28,7 +28,9 @@ class Planned:
         return Problem(
             asked=f"train with [{self.key}]" if table else f"train with {self.key} = {toml_word(value)}",
             found=f"{self.what}, which is planned for but not trained yet",
-            why="this version trains data parallel: whole copies of a dense model on dp_replicate ranks",
+            why="this version trains data parallel: whole copies of a dense model on dp_replicate ranks"
+            if self.key.startswith(("layout.", "model."))
+            else "it is not built yet, and nothing asked for is silently left out",
             instead=f"a Spec without [{self.key}]" if table else self._instead(spec),
         )
 

@@ -6,9 +6,7 @@ difference could no longer be seen.
 
 from __future__ import annotations
 
-import importlib.util
 import platform
-from pathlib import Path
 
 import torch
 import xxhash
@@ -21,6 +19,7 @@ from fourfold.spec.errors import CheckFailed, Problem
 from fourfold.spec.grid import Grid
 from fourfold.spec.model import ImportSpec
 from fourfold.spec.spec import Spec
+from fourfold.spec.target import source_file
 
 
 def parameter_hash(model: nn.Module) -> str:
@@ -33,12 +32,14 @@ def parameter_hash(model: nn.Module) -> str:
 
 
 def code_hash(spec: Spec) -> str:
-    """The package's sources, and the file of an imported model."""
+    """The package's sources, and the files of an imported model and of imported transforms."""
     digest = xxhash.xxh3_128(source_hash().encode())
+    targets = [transform.target for transform in spec.data.transforms if transform.kind == "import"]
     if isinstance(spec.model, ImportSpec):
-        found = importlib.util.find_spec(spec.model.target.partition(":")[0])
-        if found is not None and found.origin is not None:
-            digest.update(Path(found.origin).read_bytes())
+        targets.append(spec.model.target)
+    for target in targets:
+        file = source_file(target)
+        digest.update(b"no file" if file is None else file.read_bytes())
     return str(digest.hexdigest())
 
 

@@ -48,7 +48,10 @@ def train(
 
 def steps(training: Training) -> Iterator[tuple[int, Sequence[Batch]]]:
     """The steps of the run, from 0, each with this rank's microbatches."""
-    return enumerate(training.loader.steps(0, training.spec.run.steps))
+    batches = training.loader.steps(0, training.spec.run.steps)
+    for step in range(training.spec.run.steps):
+        training.beat(step + 1, "data")
+        yield step, next(batches)
 
 
 def warm_up(training: Training) -> None:

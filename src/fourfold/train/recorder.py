@@ -61,10 +61,10 @@ class Recorder:
         )
         for note in (*self._plan.notes, *training.sources.notes):
             self._story.say(f"note: {note}")
-        per_epoch = training.schedule.steps_per_epoch
+        per_epoch, world = training.schedule.steps_per_epoch, training.joined.rank.world
         self._story.say(
             f"{self._plan.steps} steps of {training.spec.batch.global_batch} samples on "
-            f"{training.joined.rank.world} ranks; epoch: {per_epoch} steps ({len(training.sources.train)} samples)"
+            f"{world} rank{'s' if world > 1 else ''}; epoch: {per_epoch} steps ({len(training.sources.train)} samples)"
         )
         self._meter.restart_clock()
 
