@@ -156,7 +156,16 @@ def test_undecodable_bytes_in_a_line_are_named(tmp_path: Path) -> None:
 
 
 def test_no_more_than_twenty_bad_lines_are_told(tmp_path: Path) -> None:
-    assert len(problems(jsonl(lines(tmp_path, *["nonsense\n"] * 50), "text"))) == 20
+    written = [f"[{number}]\n" if number % 2 else "nonsense\n" for number in range(50)]
+    found = problems(jsonl(lines(tmp_path, *written), "text"))
+    assert len(found) == 2
+    assert "lines 3, 5, 7, 9, 11, 13, 15, 17, 19, and the lines after it were not read" in found[0]
+    assert "lines 4, 6, 8, 10, 12, 14, 16, 18, 20, and" in found[1]
+
+
+def test_the_same_fault_in_many_lines_is_told_once(tmp_path: Path) -> None:
+    (problem,) = problems(jsonl(lines(tmp_path, *['{"txt": "a"}\n'] * 3, '{"text": "b"}\n'), "text"))
+    assert ":1 (and lines 2, 3):" in problem
 
 
 def test_a_deeply_nested_line_is_a_bad_line(tmp_path: Path) -> None:

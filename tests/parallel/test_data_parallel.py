@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+from fourfold.parallel.data_parallel import mixes_rows
 from tests.parallel import rank_jobs
 
 
@@ -52,3 +54,12 @@ def test_a_parameter_that_took_no_part_is_refused_by_name(ranks):
 
 def test_a_world_of_one_is_left_as_it_is():
     assert rank_jobs.spread_alone() == (1, 0, True)
+
+
+def test_layers_that_mix_rows_are_named_while_they_train():
+    model = nn.Sequential(
+        nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm1d(2), nn.LayerNorm(2))
+    )
+    assert mixes_rows(model) == ("1", "2.0")
+    assert mixes_rows(model.eval()) == ()
+    assert mixes_rows(nn.Linear(2, 2)) == ()

@@ -6,7 +6,7 @@ from torch import nn
 
 from fourfold.launch.rank import Rank
 from fourfold.spec.errors import CheckFailed
-from fourfold.train.census import check_world, code_hash, parameter_hash
+from fourfold.train.census import check_world, code_hash, named_state, parameter_hash
 from tests.train import rank_jobs
 
 
@@ -51,3 +51,23 @@ def test_the_code_hash_holds_an_imported_models_file(tmp_path, monkeypatch):
         spec = rank_jobs.load_spec("tiny", [*target, *rank_jobs.SMALLEST[3:], *sets]).spec
         hashes.append(code_hash(spec))
     assert hashes[0] != hashes[1]
+
+
+def test_state_that_is_no_tensor_is_no_part_of_the_hash():
+    class WithExtraState(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"calls": 3}
+
+        def set_extra_state(self, state: object) -> None:
+            pass
+
+    torch.manual_seed(0)
+    plain = nn.Linear(2, 2)
+    torch.manual_seed(0)
+    assert parameter_hash(WithExtraState(2, 2)) == parameter_hash(plain)
+
+
+def test_a_tied_tensor_is_held_under_each_of_its_names():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    assert {"0.weight", "1.weight"} <= named_state(model).keys()

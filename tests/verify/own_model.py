@@ -29,3 +29,20 @@ class Sometimes(nn.Module):
 
 def sometimes() -> nn.Module:
     return Sometimes()
+
+
+class LateNan(nn.Module):
+    """Its loss is not finite from the third step on, on one device as on many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(4, 1)
+
+    def forward(self, batch: object) -> tuple[Tensor, Tensor]:
+        error = (self.only(batch.inputs.to(self.only.weight.dtype)) - batch.targets).square().mean(-1)
+        total = error[batch.valid].sum()
+        return total * (float("nan") if batch.step >= 2 else 1.0), batch.valid.sum()
+
+
+def late_nan() -> nn.Module:
+    return LateNan()

@@ -69,17 +69,25 @@ def test_classes_filler_rows_and_noise_at_the_end_of_a_kept_epoch(small, tmp_pat
     assert document["layouts"][0]["accumulation"] == 4
 
 
+OWN = (
+    'model.kind="import"',
+    'data.kind="synthetic"',
+    "data.inputs=4",
+    "data.outputs=1",
+    'data.task="regression"',
+    "data.samples=64",
+)
+
+
+def test_what_becomes_nan_late_fails_and_is_named_there(small, tmp_path):
+    sets = (*OWN, 'model.target="tests.verify.own_model:late_nan"')
+    document = verify_equal(small(*sets), 2, steps=4, out=tmp_path)
+    assert document["verdict"] == "fail"
+    assert document["first_deviation"]["step"] == 3, document["first_deviation"]
+
+
 def test_an_own_model_with_parts_used_never_or_sometimes(small, tmp_path):
-    sets = (
-        'model.kind="import"',
-        'model.target="tests.verify.own_model:sometimes"',
-        'data.kind="synthetic"',
-        "data.inputs=4",
-        "data.outputs=1",
-        'data.task="regression"',
-        "data.samples=64",
-        "layout.unused_parameters=true",
-    )
+    sets = (*OWN, 'model.target="tests.verify.own_model:sometimes"', "layout.unused_parameters=true")
     document = verify_equal(small(*sets), 2, steps=3, out=tmp_path)
     assert document["verdict"] == "pass", failed(document)
     assert document["tensors"]["never.weight"] == {"parameter": 0.0}

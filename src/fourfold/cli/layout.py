@@ -37,6 +37,7 @@ For example:
 @app.command
 def show(
     spec: str | None = None,
+    /,
     *,
     world: int,
     set_: Annotated[tuple[str, ...], Parameter(name="--set", consume_multiple=False)] = (),

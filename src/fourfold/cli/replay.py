@@ -7,7 +7,7 @@ from pathlib import Path
 from fourfold.cli.output import print_document, story
 
 
-def replay(bundle: Path, *, json: bool = False) -> int:
+def replay(bundle: Path, /, *, json: bool = False) -> int:
     """Run the step of a failure bundle again, on one device, and name the first module that is not finite.
 
     Examples:

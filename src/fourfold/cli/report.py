@@ -8,7 +8,7 @@ from shlex import quote
 from fourfold.cli.output import next_command, print_document
 
 
-def report(run: Path, *, json: bool = False) -> int:
+def report(run: Path, /, *, json: bool = False) -> int:
     """Make the report of a run, finished or not, again from its record: report.html and report.json.
 
     Examples:

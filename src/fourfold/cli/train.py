@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 def train(
     spec: str,
+    /,
     *,
     nproc: int = 1,
     set_: Annotated[tuple[str, ...], Parameter(name="--set", consume_multiple=False)] = (),

@@ -129,9 +129,8 @@ def equal(
     from fourfold.verify.equal import verify_equal
 
     loaded = load_spec(spec, sets)
-    story(f"{loaded.spec.name}: {steps} steps on one device, then on {world} rank{'s' if world != 1 else ''}")
     command = _command("equal", spec, sets, world=world, steps=steps)
-    document = verify_equal(loaded.spec, world, steps=steps, out=out, command=command)
+    document = verify_equal(loaded.spec, world, steps=steps, out=out, command=command, say=story)
     for change in document["changes"]:
         story(f"for the check: {change}")
     return _end(document, json, f"fourfold train {quote(spec)} --nproc {world}{_sets(sets)}")

@@ -11,6 +11,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,21 @@ def jsonl(path: str, field: str) -> Documents:
     except OSError as error:
         raise DataError(_unreadable(file, error)) from error
     if problems:
-        raise DataError(problems)
+        raise DataError(_told_once(problems))
+
+
+def _told_once(problems: list[Problem]) -> list[Problem]:
+    """The same fault in many lines is one problem, with all their places."""
+    places: dict[Problem, list[str]] = {}
+    for problem in problems:
+        places.setdefault(replace(problem, where=""), []).append(problem.where)
+    more = ", and the lines after it were not read" if len(problems) == _MOST_PROBLEMS else ""
+    told = []
+    for problem, (first, *others) in places.items():
+        lines = ", ".join(place.rpartition(":")[2] for place in others)
+        where = f"{first} (and lines {lines}{more})" if others else first
+        told.append(replace(problem, where=where))
+    return told
 
 
 def located(path: str, what: str) -> Path:

@@ -16,7 +16,7 @@ from fourfold.verify.coverage import run_coverage, verify_coverage
 from fourfold.verify.equal import verify_equal
 
 SPEC = "tiny"
-SETTINGS = ("run.steps=150", "run.validate_every=75")
+SETTINGS = ("run.steps=100", "run.validate_every=50")
 
 NOT_SHOWN = (
     Finding(
@@ -91,6 +91,7 @@ def demonstrate(plan: RunPlan, run: RunDir, sets: Sequence[str], say: Callable[[
             plan.world,
             out=run.path,
             command=f"fourfold verify equal {SPEC} --world {plan.world}{options}",
+            say=lambda line: say(f"     {line}"),
         )
     )
     say("4/4  report")

@@ -43,7 +43,8 @@ class Launch:
 
     run_dir: gets failures.md and the folders failures, logs, pulse and stacks. timeout_s: the longest wait in
     one collective, as the ranks set it too. grace_s: from the first signal to the end of every rank.
-    threads_per_rank: CPU threads of each rank; None: this machine's cores divided by nproc.
+    threads_per_rank: CPU threads of each rank; None: this machine's cores divided by nproc. typed: what a person
+    typed to have this started, for failures.md; empty: the command.
     """
 
     command: tuple[str, ...]
@@ -52,6 +53,7 @@ class Launch:
     timeout_s: float = 120.0
     grace_s: float = 30.0
     threads_per_rank: int | None = None
+    typed: tuple[str, ...] = ()
 
 
 def launch(request: Launch) -> Outcome:
@@ -274,6 +276,9 @@ def _tell(request: Launch, outcome: Outcome) -> None:
     try:
         for failure in outcome.failures:
             write_json(report_path(run_dir, failure.rank), failure)
-        write_text(run_dir / "failures.md", in_file(outcome.failures, request.command, request.nproc))
+        write_text(
+            run_dir / "failures.md",
+            in_file(outcome.failures, request.typed or request.command, request.nproc),
+        )
     except OSError as error:
         print(f"and these failures could not be written down: {error}", file=sys.stderr, flush=True)

@@ -14,6 +14,7 @@ rank when a peer is gone, so that the cause can only be told from outside.
 from __future__ import annotations
 
 import signal
+import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -129,10 +130,13 @@ def is_secondary(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in words, with the notes added to it; the class is told unless it is one of ours."""
-    name = "" if isinstance(error, FourfoldError) else f"{type(error).__name__}: "
+    """An exception in words, with the notes added to it; class and place are told unless it is one of ours."""
     text = str(error).partition(" This is typically caused by a remote worker")[0]  # gloo's advice, not ours
-    return "\n".join([name + text, *getattr(error, "__notes__", ())])
+    if not isinstance(error, FourfoldError):
+        text = ": ".join(part for part in (type(error).__name__, text) if part)
+        if not is_secondary(error) and (frames := traceback.extract_tb(error.__traceback__)):
+            text += f"\n  at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}"
+    return "\n".join([text, *getattr(error, "__notes__", ())])
 
 
 def report_path(run_dir: Path, rank: int) -> Path:

@@ -41,21 +41,28 @@ def guard(rank: Rank, store: Store | None, run_dir: Path, pulse: Pulse | None) -
     the stacks on a crash, or when the launcher asks for them.
     Collectives: none.
     """
-    stacks = run_dir / "stacks" / f"rank{rank.rank}.txt"
-    stacks.parent.mkdir(parents=True, exist_ok=True)
-    with open(stacks, "w", encoding="utf-8") as file:
+    try:
+        with _stacks(run_dir / "stacks" / f"rank{rank.rank}.txt"):
+            yield
+    except SystemExit as leaving:
+        leave(_exit_code(leaving))
+    except Stopped as stopped:
+        leave(stopped.exit_code)
+    except BaseException as error:
+        report = _report(rank, pulse, error)
+        _tell(rank, store, run_dir, report, error)
+        leave(report.exit_code)
+
+
+@contextmanager
+def _stacks(path: Path) -> Iterator[None]:
+    """Where each thread stands is written to `path` on a crash, or when STACK_SIGNAL comes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
         faulthandler.enable(file)
         faulthandler.register(STACK_SIGNAL, file, all_threads=True)
         try:
             yield
-        except SystemExit as leaving:
-            leave(_exit_code(leaving))
-        except Stopped as stopped:
-            leave(stopped.exit_code)
-        except BaseException as error:
-            report = _report(rank, pulse, error)
-            _tell(rank, store, run_dir, report, error)
-            leave(report.exit_code)
         finally:
             faulthandler.unregister(STACK_SIGNAL)
             faulthandler.disable()

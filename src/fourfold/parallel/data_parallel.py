@@ -7,8 +7,11 @@ ready, so that it overlaps with the rest of backward (Li et al., arXiv 2006.1570
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from fourfold.spec.errors import CheckFailed, Problem
@@ -20,12 +23,24 @@ def replicate(module: nn.Module, layout: LayoutSpec, device: torch.device) -> Di
 
     module: on `device`, equal on every rank (the census has compared them).
     """
+    if layout.unused_parameters:
+        # It was asked for because some steps leave parameters out; torch warns at the first that does not.
+        warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
     return DistributedDataParallel(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
         bucket_cap_mb=layout.bucket_mib,
         find_unused_parameters=layout.unused_parameters,
         gradient_as_bucket_view=True,
+    )
+
+
+def mixes_rows(module: nn.Module) -> tuple[str, ...]:
+    """Submodules that train on statistics of their own microbatch: no layout of them can equal one device."""
+    return tuple(
+        name
+        for name, child in module.named_modules()
+        if isinstance(child, _BatchNorm) and child.training and not isinstance(child, nn.SyncBatchNorm)
     )
 
 

@@ -23,6 +23,7 @@ from fourfold.launch.failure import is_secondary
 from fourfold.record.environment import environment
 from fourfold.record.run_dir import RunDir
 from fourfold.record.writer import write_json
+from fourfold.train.census import named_state
 from fourfold.train.setup import Training
 
 SCHEMA = "fourfold.bundle/1"
@@ -52,7 +53,7 @@ def keep_bundle(
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     # Tied tensors share storage, which safetensors refuses: each name gets a copy of its own.
-    for name, value in training.model.state_dict().items():
+    for name, value in named_state(training.model).items():
         tensors[f"model.{name}"] = value.detach().cpu().clone().contiguous()
     for index, batch in enumerate(batches):
         for field in fields(batch):

@@ -10,7 +10,7 @@ import platform
 
 import torch
 import xxhash
-from torch import nn
+from torch import Tensor, nn
 
 from fourfold.collectives.agree import agree
 from fourfold.launch.rank import Rank
@@ -25,10 +25,18 @@ from fourfold.spec.target import source_file
 def parameter_hash(model: nn.Module) -> str:
     """xxh3-128 over names, shapes, dtypes and bytes of every parameter and buffer, in order of name."""
     digest = xxhash.xxh3_128()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(named_state(model).items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return str(digest.hexdigest())
+
+
+def named_state(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer by each of its names: what a forward reads, and nothing that is no tensor."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
 
 
 def code_hash(spec: Spec) -> str:

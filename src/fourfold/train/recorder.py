@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fourfold.data.batch import Batch
+from fourfold.parallel.data_parallel import mixes_rows
 from fourfold.plan.run_plan import RunPlan
 from fourfold.record.run_dir import RunDir
 from fourfold.record.writer import JsonLines
@@ -59,7 +60,7 @@ class Recorder:
         self._event(
             "start", 0, pid=os.getpid(), world=training.joined.rank.world, device=str(training.device)
         )
-        for note in (*self._plan.notes, *training.sources.notes):
+        for note in (*self._plan.notes, *training.sources.notes, *_mixing(training)):
             self._story.say(f"note: {note}")
         per_epoch, world = training.schedule.steps_per_epoch, training.joined.rank.world
         self._story.say(
@@ -117,3 +118,13 @@ class Recorder:
 
     def _event(self, kind: str, step: int, **values: Any) -> None:
         self._events.write({"t": time.time(), "rank": self._rank, "step": step, "kind": kind, **values})
+
+
+def _mixing(training: Training) -> tuple[str, ...]:
+    names = mixes_rows(training.model)
+    if not names:
+        return ()
+    return (
+        f"{', '.join(names)} take statistics over one microbatch: the result depends on how the batch is cut "
+        "(layer or group norms do not)",
+    )

@@ -21,6 +21,7 @@ from fourfold.models.registry import kit_for
 from fourfold.spec.errors import DataError, Problem
 from fourfold.spec.spec import Spec
 from fourfold.train.bundle import SCHEMA
+from fourfold.train.census import named_state
 from fourfold.train.precision import autocast, parameter_dtype
 
 REPLAY_SCHEMA = "fourfold.replay/1"
@@ -37,7 +38,9 @@ def replay(folder: Path) -> dict[str, Any]:
     spec = Spec.model_validate_json(json.dumps(bundle["spec"]))
     kit = kit_for(spec)
     model = kit.build(spec.run.seed, parameter_dtype(spec.precision))
-    model.load_state_dict({name[6:]: value for name, value in tensors.items() if name.startswith("model.")})
+    with torch.no_grad():
+        for name, held in named_state(model).items():
+            held.copy_(tensors[f"model.{name}"])
     loss_module = LossModule(kit, model)
     device = torch.device("cpu")
     # The other ranks' counts are not in the bundle: the mean is over this rank's targets.

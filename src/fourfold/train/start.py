@@ -47,5 +47,6 @@ def start(plan: RunPlan, run: RunDir) -> Outcome:
             timeout_s=plan.spec.run.timeout_s,
             grace_s=plan.spec.run.grace_s,
             threads_per_rank=plan.spec.hardware.threads_per_rank,
+            typed=plan.command,
         )
     )

@@ -96,7 +96,7 @@ def run_coverage(path: Path, *, out: Path | None = None, command: str = "") -> d
                 instead=f"fourfold verify coverage {spec.name} --world {degree}",
             )
         )
-    check = LedgerCheck(schedule, _other_degrees(spec, schedule.samples), command)
+    check = LedgerCheck(schedule, _other_degrees(spec, schedule.samples), command, "this run: ")
     check.fact("every rank left a record", f"{degree} ranks", f"{len(ledgers)} ranks", len(ledgers) == degree)
     last = max(ledger.steps for ledger in ledgers)
     if not all(_ended(reader, ledger.rank) for ledger in ledgers):

@@ -8,6 +8,7 @@ module traced, and the first deviating value in execution order is named (`devia
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -94,11 +95,13 @@ def verify_equal(
     setup: str | None = None,
     timeout_s: float = TIMEOUT_S,
     command: str = "",
+    say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Compare `world` ranks with one device over `steps` optimizer steps of the Spec's own data.
 
     spec: settled or not. out: folder for the findings (default: the next free runs/verify-<name>-<n>).
     setup: "module:function" called in every rank first (tests plant faults with it). command: to repeat it.
+    say: takes each line of the story.
     Returns the document fourfold.verify.equal/1; a rank that fails is a failed finding.
     Raises SpecError or DataError for a request or data that cannot be trained on.
     """
@@ -115,10 +118,11 @@ def verify_equal(
     folder = open_folder(out, asked.name)
     judge = Judge(command, list(changes))
     ranks = _Ranks(world, setup, timeout_s)
+    say(f"one device: {steps} steps of {asked.batch.global_batch} samples in fp64")
     try:
         with tempfile.TemporaryDirectory(prefix="fourfold-reference-") as scratch:
             case = _Case(asked, world, steps, UnevenSource(source, salt), salt, Path(scratch))
-            case, deviation = _compare(case, ranks, judge)
+            case, deviation = _compare(case, ranks, judge, say)
     finally:
         ranks.close()
     judge.sharpness(case.spec, settled)
@@ -137,13 +141,17 @@ def verify_equal(
     return document(SCHEMA, judge.findings, **facts, findings_file=str(path))
 
 
-def _compare(case: _Case, ranks: _Ranks, judge: Judge) -> tuple[_Case, Deviation | None]:
+def _compare(
+    case: _Case, ranks: _Ranks, judge: Judge, say: Callable[[str], None]
+) -> tuple[_Case, Deviation | None]:
     """Both runs of the gate, and where one fails the search for the first deviation."""
     own_eps = case.spec.optimizer.eps
     case, reference = _clipping(case.with_optimizer(eps=GATE_EPS), judge)
     try:
+        say("the ranks: the same steps, every value compared")
         judge.gate(ranks.measure(case, reference), reference)
         if own_eps != GATE_EPS and not judge.failed:
+            say(f"both again, with AdamW's eps at {own_eps:g}")
             own = case.with_optimizer(eps=own_eps)
             reference = own.reference("own-eps")
             judge.own_eps(ranks.measure(own, reference), own_eps)
@@ -153,6 +161,7 @@ def _compare(case: _Case, ranks: _Ranks, judge: Judge) -> tuple[_Case, Deviation
         judge.rank_failed(failure)
     if not judge.failed:
         return case, None
+    say("it does not hold: both again, traced, to find the first deviation")
     return case, _search(case, ranks, judge, judge.first_failed_step or case.steps, PARAMETER_TOLERANCE)
 
 

@@ -40,6 +40,7 @@ class LedgerCheck:
     schedule: BatchSchedule
     at_degree: Callable[[int], BatchSchedule]  # how the product would cut the same batches over other ranks
     command: str  # to repeat the check
+    subject: str = ""  # whose ledger it is, in front of every claim
     findings: list[Finding] = field(default_factory=list)
     duplicates: int = 0
     missing: int = 0
@@ -49,7 +50,7 @@ class LedgerCheck:
     def fact(self, claim: str, expected: str, measured: str, holds: bool) -> None:
         self.findings.append(
             Finding(
-                claim=claim,
+                claim=self.subject + claim,
                 kind="fact",
                 expected=expected,
                 measured=measured,
@@ -61,7 +62,12 @@ class LedgerCheck:
     def open(self, claim: str, why: str, would_test: str) -> None:
         self.findings.append(
             Finding(
-                claim=claim, kind="open", expected="", measured=why, verdict="open", would_test=would_test
+                claim=self.subject + claim,
+                kind="open",
+                expected="",
+                measured=why,
+                verdict="open",
+                would_test=would_test,
             )
         )
 
