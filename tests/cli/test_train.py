@@ -136,6 +136,17 @@ def test_a_signal_ends_all_ranks_after_the_same_step(tmp_path, number):
     assert gone(run)
 
 
+def test_the_same_signal_twice_is_one_wish(tmp_path):
+    run = tmp_path / "run"
+    process = start(run)
+    process.send_signal(signal.SIGINT)
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.02)
+    code, story = finish(process)
+    assert code in (75, 128 + 2), story  # 130: the ranks took 2 s or more, and were told again
+
+
 def test_the_same_program_runs_under_torchrun(tmp_path):
     words = command()[len(FOURFOLD) :]
     del words[2:4]  # "--nproc 2": torchrun takes it for an option of its own

@@ -73,3 +73,15 @@ def test_a_loss_over_other_targets_than_the_batches_is_refused(ranks):
     for text in ranks(2).run(rank_jobs.wrong_count):
         assert "over 4 valid targets" in text
         assert "counted 3" in text
+
+
+def test_bf16_computes_in_bf16_and_keeps_fp32(ranks):
+    wide, narrow = (
+        ranks(2).run(rank_jobs.few_steps, 3, f"precision.compute={compute}")[0]
+        for compute in ("fp32", "bf16")
+    )
+    assert narrow["loss"] != wide["loss"]
+    assert narrow["loss"] == pytest.approx(wide["loss"], rel=0.05)
+    moved = [value for values in narrow["parameters"].values() for value in values]
+    # Some of them are no bf16 numbers: parameters are kept, and updated, in fp32.
+    assert any(torch.tensor(value).bfloat16().item() != value for value in moved)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from fourfold.cli.output import next_command, print_document, story
+from fourfold.spec.errors import EXIT_STOPPED
 
 if TYPE_CHECKING:
     from fourfold.plan.run_plan import RunPlan
@@ -73,6 +75,10 @@ def _run_here(plan: RunPlan, text: str, json: bool) -> int:
     run = open_run(plan, text)
     story(f"run directory {run.path}")
     outcome = start(plan, run)
+    if outcome.exit_code == EXIT_STOPPED:
+        # Stopped as asked: the same wish, told again, must not turn this into death by a signal.
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
     if json:
         print_document(
             {
