@@ -54,7 +54,7 @@ def train(
     rank = Rank.from_environment()
     world, local = (nproc, nproc) if rank is None else (rank.world, rank.local_world)
     plan = make_run_plan(loaded, world, ("fourfold", *sys.argv[1:]), local)
-    require(plan.spec, when="train")
+    require(plan.spec, "train", loaded.provenance)
     if dry_run:
         if json:
             print_document(plan.model_dump(mode="json"))
