@@ -31,6 +31,7 @@ from fourfold.data.parts import part_of
 from fourfold.data.sample import Source
 from fourfold.data.schedule import BatchSchedule
 from fourfold.data.synthetic import SyntheticSource
+from fourfold.data.transforms import make_transforms, transformed
 from fourfold.spec.data import TransformSpec
 from fourfold.spec.errors import DataError, SpecError
 
@@ -105,6 +106,14 @@ def test_a_batch_is_the_schedules_rows_of_the_source(text: PackedSource) -> None
             assert batch.nonpadding == sum(text.sample(i).nonpadding for i in batch.sample_ids.tolist())
 
 
+def test_padding_is_counted_sample_by_sample(text: PackedSource) -> None:
+    padded = PaddedSource(text.part, 8, 256)
+    batches = flat(loader(padded).steps(0, 3))
+    for batch in batches:
+        assert batch.nonpadding == sum(padded.sample(i).nonpadding for i in batch.sample_ids.tolist())
+    assert min(batch.nonpadding for batch in batches) < 24
+
+
 def test_starting_late_gives_what_going_on_gives(text: PackedSource) -> None:
     through = list(loader(text).steps(0, 12))
     late = list(loader(text).steps(5, 12))
@@ -134,6 +143,14 @@ def test_vectors_have_no_documents_and_count_by_row(task: Any) -> None:
     assert batch.targets.dtype == (torch.float32 if task == "regression" else torch.int64)
     assert batch.valid.tolist() == [True] * 3
     assert (batch.processed, batch.nonpadding) == (3, 3)
+
+
+def test_transforms_draw_by_the_seed_the_epoch_and_the_sample(text: PackedSource) -> None:
+    made = make_transforms(NOISE, 256)
+    for batch in flat(loader(text, transforms=NOISE).steps(4, 6)):  # the end of an epoch, and the next
+        for inputs, sample_id in zip(batch.inputs, batch.sample_ids.tolist(), strict=True):
+            expected = transformed(made, text.sample(sample_id), 7, batch.epoch, sample_id)
+            assert np.array_equal(inputs, expected.inputs)
 
 
 def test_transforms_are_the_samples_own_on_any_layout_and_new_in_every_epoch(text: PackedSource) -> None:
@@ -353,6 +370,7 @@ def test_validation_fills_up_and_places_rows(text: PackedSource) -> None:
     assert ranks[3][-1].sample_ids.tolist() == [-1] * 3
     assert last.sample_ids.tolist()[1:] == [-1, -1]
     assert not last.valid[1:].any()
+    assert [batch.step for batch in ranks[1]] == [0, 1, 2, 3, 4, 5]
     sample_id = int(last.sample_ids[0])
     assert last.nonpadding == text.sample(sample_id).nonpadding
     assert np.array_equal(last.inputs[0], text.sample(sample_id).inputs)

@@ -33,6 +33,10 @@ def test_every_epoch_is_a_bijection(samples: int, seed: int, epoch: int) -> None
     assert sorted(whole(samples, seed, epoch)) == list(range(samples))
 
 
+def test_more_positions_than_are_computed_at_a_time_are_a_bijection_too() -> None:
+    assert sorted(whole(40_000, 0, 0)) == list(range(40_000))
+
+
 @given(st.integers(1, 400), seeds)
 @settings(max_examples=60, deadline=None)
 def test_the_grid_walk_is_a_bijection_on_its_own(samples: int, seed: int) -> None:

@@ -120,6 +120,15 @@ def test_a_microbatch_of_all_ranks_is_a_run_of_rows() -> None:
     assert rows == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [10, 11]]]
 
 
+def test_without_shuffle_samples_come_as_they_lie_in_every_epoch() -> None:
+    cut = schedule(samples=25, global_batch=12, shuffle=False)
+    assert [cut.global_ids(step).tolist() for step in range(3)] == [
+        list(range(12)),
+        list(range(12, 24)),
+        list(range(12)),
+    ]
+
+
 def test_many_steps_at_once_are_the_steps_one_by_one() -> None:
     cut = schedule(samples=50, global_batch=12, last_batch="keep", micro_batch=2, accumulation=3, degree=2)
     rows = np.concatenate([cut.rows(1, micro) for micro in range(3)])

@@ -219,6 +219,25 @@ def test_initial_values_are_functions_of_seed_and_name() -> None:
     assert all(not p.any() for name, p in biased.named_parameters() if name.endswith("bias"))
 
 
+@pytest.mark.parametrize(
+    ("spec", "values"),
+    [
+        (GPT2, {"norm_eps": 0.5}),
+        (LLAMA, {"norm_eps": 0.5}),
+        (LLAMA, {"rope_theta": 50.0}),
+        (LLAMA, {"init_std": 0.1}),
+    ],
+)
+def test_every_number_of_the_spec_acts(spec: DecoderSpec, values: dict[str, float], tokens: Make) -> None:
+    batch = tokens([[24], [24]])
+
+    def loss(of: DecoderSpec) -> float:
+        kit = DecoderKit(of)
+        return float(kit.loss(kit.build(0, torch.float64).eval(), batch)[0].detach())
+
+    assert loss(changed(spec, **values)) != loss(spec)
+
+
 def test_a_deeper_model_begins_with_the_same_embedding() -> None:
     two = DecoderKit(LLAMA).build(0, torch.float32)
     three = DecoderKit(changed(LLAMA, layers=3)).build(0, torch.float32)

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from fourfold.data.loader import validation_batches
 from fourfold.launch.stop import StopRequest
 from fourfold.plan.run_plan import RunPlan, make_run_plan
 from fourfold.record.run_dir import RunDir
@@ -66,6 +68,62 @@ def few_steps(steps: int, *sets: str) -> dict[str, Any]:
     return seen
 
 
+def validation(*sets: str) -> dict[str, Any]:
+    """A validation pass after the fourth step, and the same by hand: one sample at a time, dropout off."""
+    phases: set[tuple[int, str]] = set()
+    asked = settle(load_spec("tiny", sets).spec, dist.get_world_size())
+    with open_training(asked, joined_here(), beat=lambda *phase: phases.add(phase)) as training:
+        found = validate(training, 3)
+        assert found is not None
+        again = training.model.training
+        source = training.sources.validation
+        assert source is not None
+        training.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64)
+        with torch.no_grad():
+            for batch in validation_batches(source, 1, 1, 0, asked.run.seed):
+                pair = training.loss_module(batch.to(training.device, training.dtype))
+                sums += torch.stack([part.double() for part in pair])
+        return {
+            "loss": found.loss,
+            "targets": found.targets,
+            "samples": found.samples,
+            "by_hand": float(sums[0] / sums[1]),
+            "targets_by_hand": int(sums[1]),
+            "all_samples": len(source),
+            "training_again": again,
+            "phases": phases,
+        }
+
+
+def one_update(*sets: str) -> dict[str, Any]:
+    """The second step, in its parts: gradients before and after clipping, what is left after the update, reductions."""
+    reductions: list[int] = []
+
+    def averaged(_, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are text
+        reductions.append(bucket.index())
+        work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    with open_training(spec(dist.get_world_size(), *sets), joined_here()) as training:
+        assert isinstance(training.parallel.module, DistributedDataParallel)
+        training.parallel.module.register_comm_hook(None, averaged)
+        batches = next(training.loader.steps(1, 2))
+        pair, _ = accumulate(training, batches, agree_totals(batches, False))
+        gradients = [p.grad for p in training.model.parameters() if p.grad is not None]
+        before = [g.clone() for g in gradients]
+        norm = float(clip(training))
+        return {
+            "loss_dtype": pair.sum.dtype,
+            "microbatches": len(batches),
+            "reductions": reductions,
+            "norm": norm,
+            "factors": [float((after / g).nanmean()) for after, g in zip(gradients, before, strict=True)],
+            "rate": update(training, 1),
+            "left": sum(p.grad is not None for p in training.model.parameters()),
+        }
+
+
 def wish_to_stop(who: int) -> list[bool]:
     """What each of three steps' totals says when rank `who` wishes to stop in the second."""
     told = []
@@ -90,6 +148,55 @@ def nonfinite(where: str) -> tuple[str, bool]:
         except FourfoldError as error:
             return str(error), error.secondary
     return "", False
+
+
+class Line(torch.nn.Module):
+    """A line that takes features in the run's own dtype. off: targets that its loss leaves out. idle: one more layer,
+    which takes no part."""
+
+    def __init__(self, off: int = 0, wide: int = 1, idle: bool = False) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, wide)
+        self.idle = torch.nn.Linear(4, 1) if idle else None
+        self.off = off
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        error = (self.linear(batch.inputs).mean(-1, keepdim=True) - batch.targets).square().mean(-1)
+        return torch.where(batch.valid, error, 0.0).sum(), batch.valid.sum() - self.off
+
+
+def line(*sets: str) -> tuple[str, ...]:
+    """What makes `tiny` a Spec of `Line`."""
+    return (
+        'model={kind="import", target="tests.train.rank_jobs:Line"}',
+        *(setting for setting in SMALLEST if setting.startswith(("batch", "optimizer", "run", "precision"))),
+        *('data.kind="synthetic"', "data.samples=40", "data.inputs=4", "data.outputs=1"),
+        'data.task="regression"',
+        *sets,
+    )
+
+
+def bundle_of_a_miscounting_run(folder: str) -> str:
+    """The bundle that a run leaves whose loss counts one target less."""
+    asked = make_run_plan(load_spec("tiny", line("model.args.off=1")), dist.get_world_size(), ("test",))
+    with StopRequest() as stop:
+        try:
+            loop.train(asked, joined_here(), RunDir(Path(folder)), stop, lambda *_: None)
+        except FourfoldError as error:
+            return str(error)
+    return ""
+
+
+def idle_layer() -> str:
+    """The text of what stops a step in which a layer took no part on any rank, though the Spec says that all do."""
+    asked = settle(load_spec("tiny", line("model.args.idle=true")).spec, dist.get_world_size())
+    with open_training(asked, joined_here()) as training:
+        batches = next(training.loader.steps(0, 1))
+        try:
+            accumulate(training, batches, agree_totals(batches, False))
+        except FourfoldError as error:
+            return str(error)
+    return ""
 
 
 def wrong_count() -> str:

@@ -58,6 +58,17 @@ def test_a_nan_stops_the_run_names_the_rank_and_leaves_a_bundle_that_replays(ran
     assert all(math.isfinite(line["loss"]) for line in metrics(tmp_path))
 
 
+def test_a_wrong_count_comes_again_and_a_changed_model_is_told(ranks, tmp_path, monkeypatch):
+    assert "counted" in ranks(1).run(rank_jobs.bundle_of_a_miscounting_run, str(tmp_path))[0]
+    folder = tmp_path / "failures" / "step-000001-rank0"
+    document = replay(folder)
+    assert document["reproduced"]
+    assert [(row["targets"], row["valid_targets"]) for row in document["microbatches"]] == [(1, 2)] * 4
+    monkeypatch.setattr(rank_jobs.Line.__init__, "__defaults__", (0, 2, False))
+    with pytest.raises(DataError, match=r"linear\.bias has shape \(1,\) in the bundle, \(2,\) in the model"):
+        replay(folder)
+
+
 def test_a_bundle_that_is_none_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"bundle\.json"):
         replay(tmp_path)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -25,3 +26,17 @@ def test_every_trainable_parameter_is_in_exactly_one_group():
 def test_a_model_of_biases_alone_has_one_group():
     optimizer = build_optimizer({"b": nn.Parameter(torch.zeros(2))}, OptimizerSpec())
     assert len(optimizer.param_groups) == 1
+
+
+def test_one_step_is_that_of_the_spec():
+    weight, bias = nn.Parameter(torch.tensor([[2.0]])), nn.Parameter(torch.tensor([2.0]))
+    spec = OptimizerSpec(lr=0.1, betas=(0.5, 0.75), eps=1.0, weight_decay=0.3)
+    optimizer = build_optimizer({"weight": weight, "bias": bias}, spec)
+    for gradient in (1.0, 3.0):
+        weight.grad, bias.grad = torch.full((1, 1), gradient), torch.full((1,), gradient)
+        optimizer.step()
+    # By hand: m and v, corrected, are 1 and 1, then (0.25 + 1.5) / 0.75 and (0.1875 + 2.25) / 0.4375.
+    steps = (0.1 * 1 / (1 + 1), 0.1 * (1.75 / 0.75) / ((2.4375 / 0.4375) ** 0.5 + 1))
+    kept = 1 - 0.1 * 0.3
+    assert bias.item() == pytest.approx(2 - sum(steps), rel=1e-6)
+    assert weight.item() == pytest.approx((2 * kept - steps[0]) * kept - steps[1], rel=1e-6)

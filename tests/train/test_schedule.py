@@ -29,10 +29,19 @@ def test_linear_and_cosine_end_at_the_final_share_in_the_last_step():
 
 def test_wsd_is_stable_and_then_decays():
     series = rates(20, schedule="wsd", decay_steps=5, warmup_steps=2, final_lr_share=0.0)
-    assert series[2:16] == [1.0] * 14
-    assert series[-1] == pytest.approx(0.0)
-    assert sorted(series[15:], reverse=True) == series[15:]
-    assert rates(100, schedule="wsd")[89] == 1.0  # by default the last tenth decays
+    assert series[2:15] == [1.0] * 13
+    assert series[15:] == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.0])
+    default = rates(100, schedule="wsd")  # by default the last tenth decays
+    assert default[89] == 1.0 > default[90]
+
+
+def test_wsd_never_decays_inside_the_warm_up_and_always_at_the_end():
+    # Of a decay longer than the rest of the run, the part after warm-up is left, from the full rate down.
+    assert rates(6, schedule="wsd", decay_steps=9, warmup_steps=2, final_lr_share=0.0) == pytest.approx(
+        [0.5, 1.0, 1.0, 2 / 3, 1 / 3, 0.0]
+    )
+    # A tenth of five steps is none: one step decays.
+    assert rates(5, schedule="wsd", final_lr_share=0.5) == pytest.approx([1.0, 1.0, 1.0, 1.0, 0.5])
 
 
 def test_one_step_and_warm_up_longer_than_the_run():

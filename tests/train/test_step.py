@@ -50,6 +50,36 @@ def test_clipping_acts_and_returns_the_norm_before_it(ranks):
     assert free["parameters"] != cut["parameters"]
 
 
+def test_clipping_scales_to_the_bound_only_what_exceeds_it(ranks):
+    for bound, expected in ((0.0, 1.0), (1e9, 1.0), (1e-3, None)):
+        for seen in ranks(2).run(rank_jobs.one_update, f"optimizer.clip_norm={bound}"):
+            factor = expected or 1e-3 / seen["norm"]
+            assert seen["factors"] == pytest.approx([factor] * len(seen["factors"]), rel=1e-9)
+
+
+def test_an_update_takes_the_rate_of_its_own_step_and_leaves_no_gradient(ranks):
+    # The second of four steps, cosine from 1 to 0.1 over three intervals: 0.1 + 0.9 x (1 + cos 60 degrees) / 2.
+    for seen in ranks(2).run(rank_jobs.one_update, "optimizer.lr=1.0"):
+        assert seen["rate"] == pytest.approx(0.775)
+        assert seen["left"] == 0
+
+
+def test_gradients_are_reduced_once_however_many_microbatches_there_are(ranks):
+    for seen in ranks(2).run(rank_jobs.one_update, "batch.micro_batch=1"):
+        assert seen["microbatches"] == 4
+        assert seen["reductions"] == [0]
+
+
+def test_a_layer_that_took_no_part_is_named_in_the_step_itself(ranks):
+    for text in ranks(2).run(rank_jobs.idle_layer):
+        assert "idle.weight" in text
+        assert "layout.unused_parameters=true" in text
+
+
+def test_the_loss_is_summed_in_fp64_whatever_the_run_computes_in(ranks):
+    assert ranks(2).run(rank_jobs.one_update, "precision.compute=fp32")[0]["loss_dtype"] is torch.float64
+
+
 @pytest.mark.parametrize("who", [0, 1])
 def test_the_wish_of_one_rank_to_stop_is_known_to_all_in_the_same_step(ranks, who):
     assert ranks(2).run(rank_jobs.wish_to_stop, who) == [[False, True, False]] * 2

@@ -31,8 +31,9 @@ def replay(bundle: Path, /, *, json: bool = False) -> int:
         return 0
     print(f"step {document['step']} of rank {document['rank']}, again on one device")
     for row in document["microbatches"]:
+        other = "" if row["targets"] == row["valid_targets"] else f" of {row['valid_targets']} valid"
         print(
-            f"  microbatch {row['microbatch']:>3}  loss sum {row['loss_sum']:<14.6g} targets {row['targets']}"
+            f"  microbatch {row['microbatch']:>3}  loss sum {row['loss_sum']:<14.6g} targets {row['targets']}{other}"
         )
     print(f"gradient norm of these microbatches: {document['grad_norm']:.6g}")
     print(f"first value that is not finite: {document['first_nonfinite'] or 'none'}")

@@ -13,7 +13,6 @@ from fourfold.collectives.sums import sum_floats
 from fourfold.data.batch import Batch
 from fourfold.record.writer import JsonLines
 from fourfold.train.checks import check_line
-from fourfold.train.setup import Training
 from fourfold.train.step import LossPair, Totals
 
 
@@ -30,8 +29,7 @@ class _Pending:
 class Meter:
     """Collects steps and writes one line of metrics for each; rank 0 has `lines`, the others None."""
 
-    def __init__(self, training: Training, lines: JsonLines | None) -> None:
-        self._training = training
+    def __init__(self, lines: JsonLines | None) -> None:
         self._lines = lines
         self._pending: list[_Pending] = []
         self._since = time.perf_counter()

@@ -36,7 +36,7 @@ class Recorder:
         self._events = JsonLines(self._run.events(self._rank))
         self._metrics = JsonLines(self._run.metrics) if self._rank == 0 else None
         self._story = Story(self._run.log, speaks=self._rank == 0)
-        self._meter = Meter(self._training, self._metrics)
+        self._meter = Meter(self._metrics)
         self._event("census", 0, **self._training.census)
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -30,17 +31,17 @@ REPLAY_SCHEMA = "fourfold.replay/1"
 def replay(folder: Path) -> dict[str, Any]:
     """Forward and backward of the bundle's microbatches from the parameters of that moment, on the CPU.
 
-    Returns a document: for each microbatch loss sum and count; the first module whose output, or whose output's
-    gradient, is not finite; the gradient norm of these microbatches; whether the failure came again.
-    Raises DataError if the bundle cannot be read.
+    Returns a document: for each microbatch loss sum, the targets that the loss counted and those that are valid; the
+    first module whose output, or whose output's gradient, is not finite; the gradient norm of these microbatches;
+    whether the failure came again.
+    Raises DataError if the bundle cannot be read, or holds another model's tensors.
     """
     bundle, tensors = _read(folder)
     spec = Spec.model_validate_json(json.dumps(bundle["spec"]))
     kit = kit_for(spec)
-    model = kit.build(spec.run.seed, parameter_dtype(spec.precision))
-    with torch.no_grad():
-        for name, held in named_state(model).items():
-            held.copy_(tensors[f"model.{name}"])
+    dtype = parameter_dtype(spec.precision)
+    model = kit.build(spec.run.seed, dtype)
+    _put_back(folder, model, tensors)
     loss_module = LossModule(kit, model)
     device = torch.device("cpu")
     # The other ranks' counts are not in the bundle: the mean is over this rank's targets.
@@ -50,14 +51,25 @@ def replay(folder: Path) -> dict[str, Any]:
         for index, batch in enumerate(_batches(bundle, tensors)):
             try:
                 with autocast(spec.precision, device):
-                    loss_sum, targets = loss_module(batch)
+                    # As the trainer hands them over: in fp64 the vectors are widened too.
+                    loss_sum, targets = loss_module(
+                        batch.to(device, dtype if dtype is torch.float64 else None)
+                    )
                 (loss_sum / count).backward()
             except Exception as raised:
                 error = f"{type(raised).__name__}: {raised}"
                 break
-            rows.append({"microbatch": index, "loss_sum": float(loss_sum.detach()), "targets": int(targets)})
+            rows.append(
+                {
+                    "microbatch": index,
+                    "loss_sum": float(loss_sum.detach()),
+                    "targets": int(targets),
+                    "valid_targets": batch.valid_count(),
+                }
+            )
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))) if gradients else 0.0
+    miscounted = any(row["targets"] != row["valid_targets"] for row in rows)
     return {
         "schema": REPLAY_SCHEMA,
         "bundle": str(folder),
@@ -68,7 +80,7 @@ def replay(folder: Path) -> dict[str, Any]:
         "grad_norm": norm,
         "error": error,
         "first_nonfinite": found[0] if found else None,
-        "reproduced": error is not None or bool(found) or not torch.isfinite(torch.tensor(norm)).item(),
+        "reproduced": error is not None or bool(found) or miscounted or not math.isfinite(norm),
     }
 
 
@@ -115,6 +127,28 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             )
         ) from error
     return bundle, tensors
+
+
+def _put_back(folder: Path, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """The parameters and buffers of that moment; DataError where the model that is built now has others."""
+    state = named_state(model)
+    now = {f"model.{name}": tuple(held.shape) for name, held in state.items()}
+    then = {name: tuple(value.shape) for name, value in tensors.items() if name.startswith("model.")}
+    differing = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
+    if differing:
+        name = differing[0]
+        raise DataError(
+            Problem(
+                asked=f"the failure bundle {folder}",
+                found=f"{name.removeprefix('model.')} has shape {then.get(name, 'none')} in the bundle, "
+                f"{now.get(name, 'none')} in the model as it is built now",
+                why="the model's code has changed since the run failed",
+                instead="the code the run was started with (env.json names the commit)",
+            )
+        )
+    with torch.no_grad():
+        for name, held in state.items():
+            held.copy_(tensors[f"model.{name}"])
 
 
 def _batches(bundle: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[Batch]:

@@ -23,7 +23,7 @@ def learning_rate(optimizer: OptimizerSpec, total_steps: int, step: int) -> floa
     start = warmup
     if optimizer.schedule == "wsd":
         decay = optimizer.decay_steps if optimizer.decay_steps is not None else max(1, total_steps // 10)
-        start = max(warmup, total_steps - decay)
+        start = max(warmup, total_steps - decay - 1)
     # The last step of the run is the first to have the final rate.
     span = max(1, total_steps - 1 - start)
     progress = min(1.0, max(0.0, (step - start) / span))

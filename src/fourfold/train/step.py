@@ -97,8 +97,8 @@ def clip(training: Training) -> Tensor:
         return torch.zeros((), device=training.device)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     if training.spec.optimizer.clip_norm > 0:
-        factor = torch.clamp(training.spec.optimizer.clip_norm / norm, max=1.0)
-        torch._foreach_mul_(gradients, torch.where(norm > 0, factor, 1.0))
+        # A norm of 0 gives inf, clamped to 1 as well.
+        torch._foreach_mul_(gradients, torch.clamp(training.spec.optimizer.clip_norm / norm, max=1.0))
     return norm
 
 
