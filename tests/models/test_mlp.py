@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fourfold.data.batch import Batch
+from fourfold.models.draws import Draws
 from fourfold.models.mlp import MlpKit
 from fourfold.models.protocol import parameter_rules
 from fourfold.plan.parameters import count_parameters
@@ -50,6 +51,19 @@ def test_classification_is_cross_entropy(vectors: Make) -> None:
     expected = torch.nn.functional.cross_entropy(module(batch.inputs[:5]), batch.targets[:5]) * 5
     torch.testing.assert_close(total, expected, rtol=1e-13, atol=0)
     assert count == 5
+
+
+def test_each_layer_drops_by_its_own_name() -> None:
+    names = []
+
+    class Noted(Draws):
+        def dropout(self, x: torch.Tensor, p: float, name: str) -> torch.Tensor:
+            names.append((name, p))
+            return super().dropout(x, p, name)
+
+    module = MlpKit(REGRESSION.model_copy(update={"dropout": 0.3})).build(0, torch.float64)
+    module(torch.ones(4, 6, dtype=torch.float64), Noted(0, 0, torch.arange(4)))
+    assert names == [("layers.0", 0.3), ("layers.1", 0.3)]
 
 
 @both

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from fourfold.spec.errors import FourfoldError
 from fourfold.spec.load import load_spec
 from fourfold.spec.settle import settle
 from fourfold.spec.spec import Spec
-from fourfold.train import loop
+from fourfold.train import loop, recorder
 from fourfold.train.checks import check_step
 from fourfold.train.setup import open_training
 from fourfold.train.step import accumulate, agree_totals, clip, update
@@ -252,6 +254,41 @@ def whole_run(folder: str, *sets: str) -> str:
     run = RunDir(Path(folder))
     with StopRequest() as stop:
         return loop.train(plan(dist.get_world_size(), *sets), joined_here(), run, stop, lambda *_: None)
+
+
+def clock_calls(folder: str) -> list[str]:
+    """What a run with a validation after its second step tells the clock of its rates."""
+    told: list[str] = []
+    keep = recorder.Meter
+
+    class Noted(keep):  # type: ignore[misc, valid-type]
+        def restart_clock(self) -> None:
+            told.append("restart")
+
+        def add(self, step: int, *rest: Any) -> None:
+            told.append(f"step {step}")
+            super().add(step, *rest)
+
+        def leave_out(self, seconds: float) -> None:
+            told.append("leave out" if seconds > 0 else "leave out nothing")
+
+    recorder.Meter = Noted  # type: ignore[misc]
+    try:
+        whole_run(folder, "run.validate_every=2", "run.steps=3")
+    finally:
+        recorder.Meter = keep  # type: ignore[misc]
+    return told
+
+
+def stopped_run(folder: str) -> tuple[str, int]:
+    """How a run ends that this rank, if it is rank 1, wishes to stop from the start; and after how many steps."""
+    with StopRequest() as stop:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        ending = loop.train(
+            plan(dist.get_world_size()), joined_here(), RunDir(Path(folder)), stop, lambda *_: None
+        )
+    return ending, sum(event["kind"] == "step" for event in events(folder, dist.get_rank()))
 
 
 def run_with_nan(folder: str) -> str:

@@ -43,6 +43,15 @@ def test_metrics_do_not_depend_on_the_logging_interval_or_the_world(ranks, tmp_p
     assert seen[0] == pytest.approx(seen[1], rel=1e-12)
 
 
+def test_rates_begin_with_the_first_step_and_leave_validation_out(ranks, tmp_path):
+    told = ["restart", "step 0", "step 1", "leave out", "step 2", "leave out"]
+    assert ranks(2).run(rank_jobs.clock_calls, str(tmp_path)) == [told] * 2
+
+
+def test_a_signal_to_one_rank_ends_all_after_the_same_step(ranks, tmp_path):
+    assert ranks(2).run(rank_jobs.stopped_run, str(tmp_path)) == [("stopped", 1)] * 2
+
+
 def test_a_nan_stops_the_run_names_the_rank_and_leaves_a_bundle_that_replays(ranks, tmp_path):
     first, second = ranks(2).run(rank_jobs.run_with_nan, str(tmp_path))
     assert "step 3" in first
