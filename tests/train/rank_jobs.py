@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -331,3 +332,12 @@ def warm_up_a_batch_norm() -> tuple[bool, bool]:
 
 def events(folder: str, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in RunDir(Path(folder)).events(rank).read_text().splitlines()]
+
+
+def slowly(sample: Any, generator: Any) -> Any:
+    """A transform that adds noise, slowly."""
+    time.sleep(0.02)
+    return replace(
+        sample,
+        inputs=sample.inputs + generator.normal(0.0, 0.1, sample.inputs.shape).astype(sample.inputs.dtype),
+    )

@@ -66,6 +66,11 @@ VERBS: Mapping[str, Verb] = {
     "data": Verb(
         "fourfold.cli.data:app", "Prepare data as a token file.", ("dataset", "prepare", "tokenize")
     ),
+    "ckpt": Verb(
+        "fourfold.cli.ckpt:app",
+        "Inspect, validate and prune checkpoints.",
+        ("checkpoint", "checkpoints", "inspect", "validate", "prune"),
+    ),
     "replay": Verb(
         "fourfold.cli.replay:replay", "Run the step of a failure bundle again, on one device.", ("debug",)
     ),

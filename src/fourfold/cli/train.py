@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -13,6 +13,7 @@ from fourfold.spec.errors import EXIT_STOPPED
 
 if TYPE_CHECKING:
     from fourfold.plan.run_plan import RunPlan
+    from fourfold.record.run_dir import RunDir
 
 
 def train(
@@ -21,6 +22,7 @@ def train(
     *,
     nproc: int = 1,
     set_: Annotated[tuple[str, ...], Parameter(name="--set", consume_multiple=False)] = (),
+    resume: Literal["auto", "must", "never"] = "never",
     dry_run: bool = False,
     json: bool = False,
 ) -> int:
@@ -40,6 +42,9 @@ def train(
         Ranks to start on this machine; under torchrun its own number counts.
     set_
         One setting, `a.b=value`; may be repeated, and wins over the file.
+    resume
+        Go on from the newest valid checkpoint of run.dir: auto (or begin, where there is no such directory), must
+        (or fail), never.
     dry_run
         Print the plan and stop; nothing is started or written.
     json
@@ -47,14 +52,23 @@ def train(
     """
     from fourfold.launch.rank import Rank
     from fourfold.plan.run_plan import make_run_plan
+    from fourfold.record.lock import locked
     from fourfold.spec.load import load_spec
     from fourfold.spec.rules import require
+    from fourfold.train.resume import reopen_run, resumed
+    from fourfold.train.start import open_run
 
     loaded = load_spec(spec, set_)
     rank = Rank.from_environment()
     world, local = (nproc, nproc) if rank is None else (rank.world, rank.local_world)
     plan = make_run_plan(loaded, world, ("fourfold", *sys.argv[1:]), local)
     require(plan.spec, "train", loaded.provenance)
+    going_on = resumed(plan, resume)
+    if going_on is not None:
+        plan, run = going_on.plan, going_on.run
+        for path, reason in going_on.choice.passed_over:
+            story(f"passed over {path}: {reason}")
+        story(f"goes on from {going_on.choice.path}")
     if dry_run:
         if json:
             print_document(plan.model_dump(mode="json"))
@@ -63,16 +77,20 @@ def train(
             next_command(f"fourfold train {spec} --nproc {nproc}")
         return 0
     if rank is not None:
-        from fourfold.train.rank import run_rank
+        from fourfold.train.rank import run_under_torchrun
 
-        run_rank(plan, rank, None, loaded.text)
-    return _run_here(plan, loaded.text, json)
+        run_under_torchrun(plan, rank, going_on, loaded.text)
+    if going_on is None:
+        run = open_run(plan, loaded.text)
+    with locked(run):
+        if going_on is not None:
+            reopen_run(plan, run, going_on.choice)
+        return _run_here(plan, run, json)
 
 
-def _run_here(plan: RunPlan, text: str, json: bool) -> int:
-    from fourfold.train.start import open_run, start
+def _run_here(plan: RunPlan, run: RunDir, json: bool) -> int:
+    from fourfold.train.start import start
 
-    run = open_run(plan, text)
     story(f"run directory {run.path}")
     outcome = start(plan, run)
     if outcome.exit_code == EXIT_STOPPED:

@@ -43,6 +43,7 @@ class RunPlan(Value):
     world: int  # ranks in all
     nproc: int  # ranks on this machine
     command: tuple[str, ...]  # what was typed
+    resume_from: str | None = None  # the checkpoint to go on from; None: from the first step
     steps: int  # optimizer steps
     samples_per_step: int  # over all ranks, microbatches and accumulation
     tokens_per_step: int | None  # places in those samples, padding included; None for vectors

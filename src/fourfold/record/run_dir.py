@@ -48,6 +48,11 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def checkpoints(self) -> Path:
+        """The checkpoints, a folder each."""
+        return self.path / "ckpt"
+
+    @property
     def events_dir(self) -> Path:
         """One file of events per rank."""
         return self.path / "events"

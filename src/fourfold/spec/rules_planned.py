@@ -61,5 +61,4 @@ PLANNED = (
         "half precision with loss scaling",
     ),
     Planned("run.exact", lambda spec: spec.run.exact, False, "the exact mode"),
-    Planned("checkpoint.every", lambda spec: spec.checkpoint.every, 0, "saving checkpoints"),
 )

@@ -59,9 +59,11 @@ class LayoutSpec(Value):
 
 
 class CheckpointSpec(Value):
-    """Saving (comes with resume; not supported yet)."""
+    """Saving. A signal, and the last step, save too where `every` is not 0."""
 
     every: NonNegativeInt = 0  # steps between checkpoints; 0 = none
+    keep_last: PositiveInt = 3  # the newest so many stay
+    keep_every: NonNegativeInt = 0  # those of every so many steps stay too; 0 = none
 
 
 class RunSpec(Value):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal
 
 from fourfold.data.batch import Batch
@@ -13,16 +14,15 @@ from fourfold.record.run_dir import RunDir
 from fourfold.train.bundle import keeping_bundle
 from fourfold.train.checks import check_step
 from fourfold.train.recorder import Recorder
-from fourfold.train.setup import Training, open_training
+from fourfold.train.saving import load_state, save_state
+from fourfold.train.setup import Beat, Training, open_training
 from fourfold.train.step import accumulate, agree_totals, clip, update
 from fourfold.train.validation import validate
 
 Ending = Literal["finished", "stopped"]
 
 
-def train(
-    plan: RunPlan, joined: Joined, run: RunDir, stop: StopRequest, beat: Callable[[int, str], None]
-) -> Ending:
+def train(plan: RunPlan, joined: Joined, run: RunDir, stop: StopRequest, beat: Beat) -> Ending:
     """Train as planned, on this rank; every rank of the world calls it with the same plan.
 
     Collectives of a step: one tiny sum before its first backward, the gradients' reduction in its last.
@@ -30,15 +30,19 @@ def train(
     """
     with open_training(plan.spec, joined, beat=beat) as training, Recorder(training, plan, run) as record:
         warm_up(training)
-        record.started()
-        for step, batches in steps(training):
+        first = load_state(training, Path(plan.resume_from)) if plan.resume_from else 0
+        record.started(first)
+        for step, batches in steps(training, first):
             with keeping_bundle(training, run, step, batches):
                 pending = agree_totals(batches, stop.requested)
                 pair, totals = accumulate(training, batches, pending)
                 norm = clip(training)
                 check_step(training, batches, pair, norm)
                 rate = update(training, step)
-            record.step(step, batches, pair, norm, rate, totals)
+            saving = save_is_due(training, step, totals.stop)
+            record.step(step, batches, pair, norm, rate, totals, saving)
+            if saving:
+                record.saved(step, save_state(training, run, step, batches))
             if totals.stop:
                 return record.ended("stopped", step)
             if validation_is_due(training, step):
@@ -46,10 +50,10 @@ def train(
         return record.ended("finished", plan.steps - 1)
 
 
-def steps(training: Training) -> Iterator[tuple[int, Sequence[Batch]]]:
-    """The steps of the run, from 0, each with this rank's microbatches."""
-    batches = training.loader.steps(0, training.spec.run.steps)
-    for step in range(training.spec.run.steps):
+def steps(training: Training, first: int) -> Iterator[tuple[int, Sequence[Batch]]]:
+    """The steps of the run from `first` (of the run's own, from 0), each with this rank's microbatches."""
+    batches = training.loader.steps(first, training.spec.run.steps)
+    for step in range(first, training.spec.run.steps):
         training.beat(step + 1, "data")
         yield step, next(batches)
 
@@ -65,6 +69,12 @@ def warm_up(training: Training) -> None:
     for buffer, value in before:
         buffer.copy_(value)
     training.optimizer.zero_grad(set_to_none=True)
+
+
+def save_is_due(training: Training, step: int, stopping: bool) -> bool:
+    """After every `checkpoint.every` steps, after the last, and before a stop; never where `every` is 0."""
+    every = training.spec.checkpoint.every
+    return every > 0 and (stopping or step + 1 == training.spec.run.steps or (step + 1) % every == 0)
 
 
 def validation_is_due(training: Training, step: int) -> bool:

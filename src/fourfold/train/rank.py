@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,30 +18,43 @@ from fourfold.launch.pulse import Pulse
 from fourfold.launch.rank import Joined, Rank, join
 from fourfold.launch.stop import StopRequest
 from fourfold.plan.run_plan import RunPlan
+from fourfold.record.lock import locked
 from fourfold.record.run_dir import RunDir
 from fourfold.spec.errors import EXIT_DONE, EXIT_STOPPED, FourfoldError, Problem, SpecError
 from fourfold.train.loop import train
+from fourfold.train.resume import GoingOn, reopen_run
 from fourfold.train.start import open_run
 
 LONG_PHASE = "opening data and model"
 
 
-def run_rank(plan: RunPlan, rank: Rank, run: RunDir | None, text: str = "") -> NoReturn:
+def run_rank(plan: RunPlan, rank: Rank, run: RunDir) -> NoReturn:
     """Train on this rank and end the process: with 0, with 75 after an agreed stop, or as `guard` says.
 
-    run: the claimed run directory, or None for rank 0 to claim one and tell the others (under torchrun)
-    and to keep `text`, the TOML asked with, in it.
-    Collectives: those of `train.loop.train`; the name of the run directory goes through the store.
+    run: claimed and locked by the launcher. Collectives: those of `train.loop.train`.
     """
-    device, timeout_s = plan.spec.hardware.device, plan.spec.run.timeout_s
-    with StopRequest() as stop:
-        if run is not None:
-            with guard(rank, None, run.path, None), join(rank, device, timeout_s) as joined:
-                code = _train_guarded(plan, joined, run, stop)
-        else:
-            with join(rank, device, timeout_s) as joined:
-                code = _train_guarded(plan, joined, _agree_on_run(plan, text, joined), stop)
-        leave(code)
+    with (
+        StopRequest() as stop,
+        guard(rank, None, run.path, None),
+        join(rank, plan.spec.hardware.device, plan.spec.run.timeout_s) as joined,
+    ):
+        code = _train_guarded(plan, joined, run, stop)
+    leave(code)
+
+
+def run_under_torchrun(plan: RunPlan, rank: Rank, going_on: GoingOn | None, text: str) -> NoReturn:
+    """The same where no launcher of ours is: rank 0 claims the run directory, or goes on with it, and locks it.
+
+    text: the TOML asked with, kept in a new run. Its name goes to the others through the store.
+    """
+    with (
+        StopRequest() as stop,
+        ExitStack() as held,
+        join(rank, plan.spec.hardware.device, plan.spec.run.timeout_s) as joined,
+    ):
+        run = _agree_on_run(plan, joined, going_on, text, held)
+        code = _train_guarded(plan, joined, run, stop)
+    leave(code)
 
 
 def _train_guarded(plan: RunPlan, joined: Joined, run: RunDir, stop: StopRequest) -> int:
@@ -65,12 +79,17 @@ def _left(leaving: SystemExit) -> Problem:
     )
 
 
-def _agree_on_run(plan: RunPlan, text: str, joined: Joined) -> RunDir:
-    """Rank 0 claims the run directory; the others learn its name, or that it cannot be had."""
+def _agree_on_run(
+    plan: RunPlan, joined: Joined, going_on: GoingOn | None, text: str, held: ExitStack
+) -> RunDir:
+    """Rank 0 claims and locks the run directory; the others learn its name, or that it cannot be had."""
     key = "run directory"
     if joined.rank.rank == 0:
         try:
-            run = open_run(plan, text)
+            run = open_run(plan, text) if going_on is None else going_on.run
+            held.enter_context(locked(run))
+            if going_on is not None:
+                reopen_run(plan, run, going_on.choice)
         except FourfoldError as error:
             joined.store.set(key, json.dumps({"error": str(error)}))
             dist.destroy_process_group()  # every rank ends here, in the same way

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from torch import Tensor
 
+from fourfold.checkpoint.retention import execute, plan_prune
+from fourfold.checkpoint.validate import read_manifest
 from fourfold.data.batch import Batch
 from fourfold.parallel.data_parallel import mixes_rows
 from fourfold.plan.run_plan import RunPlan
+from fourfold.record.rewind import keep_lines_until
 from fourfold.record.run_dir import RunDir
 from fourfold.record.writer import JsonLines
 from fourfold.spec.errors import DataError
@@ -33,6 +37,9 @@ class Recorder:
         self._rank = training.joined.rank.rank
 
     def __enter__(self) -> Recorder:
+        if self._rank == 0 and self._plan.resume_from:
+            # What was written after the checkpoint is written again, from it.
+            keep_lines_until(self._run.metrics, read_manifest(Path(self._plan.resume_from)).step)
         self._events = JsonLines(self._run.events(self._rank))
         self._metrics = JsonLines(self._run.metrics) if self._rank == 0 else None
         self._story = Story(self._run.log, speaks=self._rank == 0)
@@ -54,11 +61,11 @@ class Recorder:
             if error is None:  # a full disk must not hide what ended the run
                 raise
 
-    def started(self) -> None:
-        """The census holds, the mock batch went through: step 1 comes next."""
+    def started(self, first: int) -> None:
+        """The census holds, the mock batch went through: step `first` (from 0) comes next."""
         training = self._training
         self._event(
-            "start", 0, pid=os.getpid(), world=training.joined.rank.world, device=str(training.device)
+            "start", first, pid=os.getpid(), world=training.joined.rank.world, device=str(training.device)
         )
         for note in (*self._plan.notes, *training.sources.notes, *_mixing(training)):
             self._story.say(f"note: {note}")
@@ -67,16 +74,36 @@ class Recorder:
             f"{self._plan.steps} steps of {training.spec.batch.global_batch} samples on "
             f"{world} rank{'s' if world > 1 else ''}; epoch: {per_epoch} steps ({len(training.sources.train)} samples)"
         )
+        if self._plan.resume_from:
+            self._story.say(f"goes on after step {first}, from {self._plan.resume_from}")
         self._meter.restart_clock()
 
+    def saved(self, step: int, folder: Path) -> None:
+        """A checkpoint was published after `step` (from 0); older ones go as the Spec says."""
+        self._event("saved", step + 1, checkpoint=folder.name)
+        if self._rank == 0:
+            keep = self._training.spec.checkpoint
+            try:
+                execute(plan_prune(folder.parent, keep.keep_last, keep.keep_every))
+            except DataError as error:  # what cannot be removed costs room, not the run
+                self._story.say(f"note: {error}")
+        self._story.progress(f"step {step + 1}/{self._plan.steps}  saved {folder}")
+
     def step(
-        self, step: int, batches: Sequence[Batch], pair: LossPair, norm: Tensor, rate: float, totals: Totals
+        self,
+        step: int,
+        batches: Sequence[Batch],
+        pair: LossPair,
+        norm: Tensor,
+        rate: float,
+        totals: Totals,
+        saving: bool = False,
     ) -> None:
-        """One finished step (from 0); every `run.log_every` steps the metrics are summed and written."""
+        """One finished step (from 0); every `run.log_every` steps, and before a save, the metrics are written."""
         ids = [sample for batch in batches for sample in batch.sample_ids.tolist()]
         self._event("step", step + 1, epoch=batches[0].epoch, sample_ids=ids)
         self._meter.add(step, batches, pair, norm, rate, totals)
-        last = step + 1 == self._plan.steps or totals.stop
+        last = step + 1 == self._plan.steps or totals.stop or saving
         due = last or (step + 1) % self._training.spec.run.log_every == 0
         text = f"step {step + 1}/{self._plan.steps}"
         if due:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -21,9 +22,16 @@ from fourfold.spec.spec import Spec
 from fourfold.train.census import check_parameters, check_request
 from fourfold.train.optimizer import build_optimizer
 from fourfold.train.precision import parameter_dtype
+from fourfold.train.streams import seed_streams
 
 
-def _no_beat(step: int, phase: str) -> None:
+class Beat(Protocol):
+    """A sign of life: step (from 1) and phase; `patient`: the phase may honestly last long (see launch.pulse)."""
+
+    def __call__(self, step: int, phase: str, patient: bool = False) -> None: ...
+
+
+def _no_beat(step: int, phase: str, patient: bool = False) -> None:
     """Nobody watches: no pulse is kept."""
 
 
@@ -42,7 +50,7 @@ class Training:
     schedule: BatchSchedule
     loader: Loader
     census: dict[str, str]
-    beat: Callable[[int, str], None] = field(default=_no_beat)
+    beat: Beat = field(default=_no_beat)
 
     @property
     def device(self) -> torch.device:
@@ -79,7 +87,7 @@ def open_training(
     joined: Joined,
     *,
     sources: Sources | None = None,
-    beat: Callable[[int, str], None] = _no_beat,
+    beat: Beat = _no_beat,
 ) -> Iterator[Training]:
     """Open the data, build the model, spread it, build the optimizer over what is trained; close the loader at the end.
 
@@ -95,6 +103,7 @@ def open_training(
     census |= check_parameters(model)
     loss_module = LossModule(kit, model)
     parallel = parallelize(loss_module, spec.layout, joined.device)
+    seed_streams(spec.run.seed, joined.rank.rank)
     optimizer = build_optimizer(dict(model.named_parameters()), spec.optimizer)
     schedule = batch_schedule(spec, len(sources.train), parallel.degree)
     loader = Loader(

@@ -111,7 +111,9 @@ def run_coverage(path: Path, *, out: Path | None = None, command: str = "") -> d
 
 def _recorded(reader: RunReader, rank: int, schedule: BatchSchedule) -> RankLedger:
     """One rank's ledger from its events; where each id stands in the global batch is the schedule's arithmetic."""
-    ids = [event["sample_ids"] for event in reader.events(rank) if event["kind"] == "step"]
+    # A resumed run takes the steps after its checkpoint again: what counts is what was done last.
+    by_step = {event["step"]: event["sample_ids"] for event in reader.events(rank) if event["kind"] == "step"}
+    ids = [by_step[step] for step in sorted(by_step)]
     width = schedule.accumulation * schedule.micro_batch
     if any(len(step) != width for step in ids) or rank >= schedule.degree:
         raise DataError(

@@ -1,0 +1,193 @@
+"""Which checkpoints may go: planned as a value, carried out as planned, and never below the newest whole one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from fourfold.checkpoint.choose import Saved, look, newest_valid, reason
+from fourfold.checkpoint.hold import in_use
+from fourfold.checkpoint.manifest import MANIFEST, REMOVING
+from fourfold.checkpoint.publish import sync_folder
+from fourfold.checkpoint.validate import validate
+from fourfold.record.problems import unwritable
+from fourfold.spec.errors import DataError, Problem, SpecError
+from fourfold.spec.value import Value
+
+
+class Kept(Value):
+    """One folder of a ckpt folder: whether it goes or stays, and why. `step` is None where no manifest tells it."""
+
+    path: str
+    step: int | None
+    bytes: int
+    action: Literal["goes", "stays"]
+    why: str
+
+
+class PrunePlan(Value):
+    """What pruning would do to each folder; `newest_valid` is the checkpoint all the rest is measured against."""
+
+    ckpt_dir: str
+    keep_last: int
+    keep_every: int
+    newest_valid: str | None
+    folders: tuple[Kept, ...] = Field(strict=False)
+
+    @property
+    def going(self) -> tuple[Kept, ...]:
+        """The folders to remove, the oldest first."""
+        return tuple(folder for folder in self.folders if folder.action == "goes")
+
+
+def plan_prune(ckpt_dir: Path | str, keep_last: int, keep_every: int = 0) -> PrunePlan:
+    """What to remove so that the `keep_last` newest steps stay, and every step that `keep_every` (0: off) divides.
+
+    Steps are the manifests' own numbers. The newest valid checkpoint is checked with its hashes, older ones without.
+    A damaged one neither counts nor goes. While there is no valid one nothing goes.
+    Raises SpecError for numbers out of range, DataError for a folder that cannot be listed.
+    """
+    _check_numbers(keep_last, keep_every)
+    shelf, newest = look(ckpt_dir), newest_valid(ckpt_dir).path
+    written_last = max(shelf.saved, key=lambda saved: saved.manifest.created, default=None)
+    folders, count = [], 0
+    for saved in shelf.saved:
+        problems = validate(saved.path, hashes=False)
+        if newest and not problems and (saved.path == newest or count):
+            count += 1
+            last = saved is written_last
+            action, why = _verdict(saved.manifest.step, count, keep_last, keep_every, last)
+        elif problems or newest:
+            action, why = "stays", f"damaged: {reason(problems or validate(saved.path))}"
+        else:
+            action, why = "stays", "no checkpoint here is valid"
+        folders.append(_entry(saved, action, why))
+    folders += [_plain(path, "stays", why) for path, why in shelf.unreadable]
+    folders += [_leftover(path, newest) for path in shelf.saving]
+    cut_short: Literal["goes", "stays"] = "goes" if newest else "stays"
+    folders += [_plain(path, cut_short, "a removal that was not finished") for path in shelf.removing]
+    return PrunePlan(
+        ckpt_dir=str(ckpt_dir),
+        keep_last=keep_last,
+        keep_every=keep_every,
+        newest_valid=str(newest) if newest else None,
+        folders=tuple(reversed(folders)),
+    )
+
+
+def execute(plan: PrunePlan) -> tuple[Path, ...]:
+    """Remove what the plan says goes; returns what was removed.
+
+    Each folder is renamed first: a removal cut short leaves nothing that looks like a checkpoint. A save that has
+    come to life since, and a folder that has gone already, are left alone.
+    Raises DataError if the newest valid checkpoint of the plan is whole no longer (nothing is removed then), or if a
+    folder cannot be removed.
+    """
+    removed = []
+    if plan.going:
+        _check_newest(plan)
+    for folder in plan.going:
+        path = Path(folder.path)
+        if folder.step is None and not path.name.startswith(REMOVING) and in_use(path):
+            continue
+        try:
+            if _remove(path):
+                removed.append(path)
+        except OSError as error:
+            kept = f"{len(removed)} of {len(plan.going)} folders were removed; the rest is whole"
+            raise unwritable(path, error, "remove the checkpoint", kept) from error
+    return tuple(removed)
+
+
+def _verdict(
+    step: int, count: int, keep_last: int, keep_every: int, written_last: bool
+) -> tuple[Literal["goes", "stays"], str]:
+    if count == 1:
+        return "stays", "the newest valid one"
+    if count <= keep_last:
+        return "stays", f"among the newest {keep_last}"
+    if keep_every and step % keep_every == 0:
+        return "stays", f"step {step} is a multiple of {keep_every}"
+    if written_last:
+        return "stays", "it was written last"
+    return "goes", f"not among the newest {keep_last}"
+
+
+def _leftover(path: Path, newest: Path | None) -> Kept:
+    """What is left of a save: it goes if its save is dead, and a newer checkpoint is whole."""
+    if newest is None:
+        return _plain(path, "stays", "no checkpoint here is valid")
+    if in_use(path):
+        return _plain(path, "stays", "a save is at work in it")
+    try:
+        changed = max(os.lstat(one).st_mtime_ns for one in (path, *path.iterdir()))
+        newer = os.stat(newest / MANIFEST).st_mtime_ns
+    except OSError as error:
+        return _plain(path, "stays", error.strerror or str(error))
+    if changed >= newer:
+        return _plain(path, "stays", "a save newer than every valid checkpoint")
+    return _plain(path, "goes", "a save that was not finished, older than the newest valid one")
+
+
+def _check_newest(plan: PrunePlan) -> None:
+    newest = Path(plan.newest_valid or "")
+    problems = validate(newest, hashes=False)
+    if problems:
+        raise DataError(
+            Problem(
+                asked=f"prune {plan.ckpt_dir}, down to {newest.name}",
+                found=reason(problems),
+                why="it was whole when this was planned; without it an older one may be the last",
+                instead=f"fourfold ckpt prune {plan.ckpt_dir} --keep-last {plan.keep_last} --dry-run",
+            )
+        )
+
+
+def _remove(path: Path) -> bool:
+    """Rename, make that last, then remove; False if the folder was gone already."""
+    going = path
+    if not path.name.startswith(REMOVING):
+        going = path.with_name(f"{REMOVING}{path.name.lstrip('.')}-{uuid.uuid4().hex[:8]}")
+        try:
+            os.rename(path, going)
+        except FileNotFoundError:
+            return False
+        sync_folder(path.parent)
+    while os.path.lexists(going):  # another removal may be at work in it: what is gone is gone
+        with suppress(FileNotFoundError):
+            shutil.rmtree(going)
+    return True
+
+
+def _entry(saved: Saved, action: Literal["goes", "stays"], why: str) -> Kept:
+    size = saved.manifest.total_bytes
+    return Kept(path=str(saved.path), step=saved.manifest.step, bytes=size, action=action, why=why)
+
+
+def _plain(path: Path, action: Literal["goes", "stays"], why: str) -> Kept:
+    return Kept(path=str(path), step=None, bytes=sum(_sizes(path)), action=action, why=why)
+
+
+def _sizes(path: Path) -> Iterator[int]:
+    for child in path.rglob("*") if not path.is_symlink() else ():
+        with suppress(OSError):
+            yield os.lstat(child).st_size
+
+
+def _check_numbers(keep_last: int, keep_every: int) -> None:
+    problems = []
+    if keep_last < 1:
+        why = "the newest valid checkpoint always stays"
+        problems.append(Problem(f"keep {keep_last} checkpoints", "fewer than one", why, "--keep-last 1"))
+    if keep_every < 0:
+        why = "steps are counted upwards; 0 keeps none but the newest"
+        problems.append(Problem(f"keep every {keep_every} steps", "a negative number", why, "--keep-every 0"))
+    if problems:
+        raise SpecError(problems)

@@ -1,0 +1,49 @@
+"""One run directory, one run: a lock that names its owner and goes with its process, however that ends."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fourfold.record.problems import unwritable
+from fourfold.record.run_dir import RunDir
+from fourfold.spec.errors import Problem, SpecError
+
+
+@contextmanager
+def locked(run: RunDir) -> Iterator[None]:
+    """Hold the run directory for this process.
+
+    The kernel lets go of the lock when the process ends; the file stays, and says who had it last.
+    Raises SpecError naming the process that holds it, DataError if the file cannot be written.
+    """
+    path = run.path / "lock"
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise unwritable(path, error, "lock the run directory", "nothing was written") from error
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise SpecError(_held(run, os.pread(file, 4096, 0).decode(errors="replace"))) from error
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+        os.ftruncate(file, 0)
+        os.pwrite(file, json.dumps(owner).encode(), 0)
+        yield
+    finally:
+        os.close(file)
+
+
+def _held(run: RunDir, owner: str) -> Problem:
+    return Problem(
+        asked=f"the run directory {run.path}",
+        found=f"another run is at work in it: {owner or 'it has not said which'}",
+        why="two runs that write into one directory leave a record, and checkpoints, of neither",
+        instead="wait for it, stop it, or another run.dir",
+    )

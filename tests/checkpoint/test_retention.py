@@ -1,0 +1,232 @@
+"""Pruning: numeric, planned first, and never below the newest whole checkpoint."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.checkpoint import retention
+from fourfold.checkpoint.choose import newest_valid
+from fourfold.checkpoint.hold import holding, in_use
+from fourfold.checkpoint.manifest import MANIFEST
+from fourfold.checkpoint.retention import PrunePlan, execute, plan_prune
+from fourfold.checkpoint.validate import validate
+from fourfold.spec.errors import DataError, SpecError
+from tests.checkpoint.example import FILES, flip, leave_unfinished, truncate, write_checkpoint
+
+
+def going(plan: PrunePlan) -> list[str]:
+    return [Path(folder.path).name for folder in plan.going]
+
+
+def why(plan: PrunePlan, folder: Path) -> str:
+    """ "goes: ..." or "stays: ..." of one folder."""
+    [entry] = [entry for entry in plan.folders if entry.path == str(folder)]
+    return f"{entry.action}: {entry.why}"
+
+
+def test_numbers_are_numbers(tmp_path: Path) -> None:
+    """9900 sorts behind 10000 as text."""
+    older, newest = write_checkpoint(tmp_path, 9900, "9900"), write_checkpoint(tmp_path, 10000, "10000")
+    plan = plan_prune(tmp_path, 1)
+    assert going(plan) == ["9900"] and plan.newest_valid == str(newest)
+    assert execute(plan) == (older,)
+    assert [path.name for path in tmp_path.iterdir()] == ["10000"]
+    assert validate(newest) == []
+
+
+def test_the_newest_and_every_so_many(tmp_path: Path) -> None:
+    folders = {step: write_checkpoint(tmp_path, step) for step in (100, 150, 200, 250, 300, 350)}
+    plan = plan_prune(tmp_path, 2, 100)
+    assert going(plan) == ["step-00000150", "step-00000250"]
+    assert why(plan, folders[350]) == "stays: the newest valid one"
+    assert why(plan, folders[300]) == "stays: among the newest 2"
+    assert why(plan, folders[200]) == "stays: step 200 is a multiple of 100"
+    assert why(plan, folders[150]) == "goes: not among the newest 2"
+    assert all(entry.bytes > 0 for entry in plan.folders)
+    assert PrunePlan.model_validate_json(plan.model_dump_json()) == plan
+    execute(plan)
+    assert plan_prune(tmp_path, 2, 100).going == ()
+
+
+def test_planning_changes_nothing(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path, step)
+    leave_unfinished(tmp_path, 2, age_s=1000)
+    before = sorted(tmp_path.rglob("*"))
+    plan = plan_prune(tmp_path, 1)
+    assert len(plan.going) == 3 and sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "manifest"])
+def test_a_stale_damaged_one_of_a_higher_number_does_not_count(tmp_path: Path, damage: str) -> None:
+    valid, older = write_checkpoint(tmp_path, 100), write_checkpoint(tmp_path, 50)
+    stale = write_checkpoint(tmp_path, 9000)
+    if damage == "flip":
+        flip(stale / FILES[0], 8 * (stale / FILES[0]).stat().st_size - 1)  # only its hash tells
+    else:
+        truncate(stale / (FILES[0] if damage == "cut" else MANIFEST))
+    plan = plan_prune(tmp_path, 1)
+    assert plan.newest_valid == str(valid)
+    assert going(plan) == [older.name]
+    assert why(plan, stale).startswith("stays: " if damage == "manifest" else "stays: damaged: ")
+
+
+def test_an_older_damaged_one_does_not_count_either(tmp_path: Path) -> None:
+    folders = [write_checkpoint(tmp_path, step) for step in (1, 2, 3)]
+    truncate(folders[1] / FILES[0])
+    plan = plan_prune(tmp_path, 2)
+    assert plan.going == ()
+    assert why(plan, folders[0]) == "stays: among the newest 2"
+
+
+def test_without_a_valid_one_nothing_goes(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        truncate(write_checkpoint(tmp_path, step) / FILES[0])
+    leave_unfinished(tmp_path, 1, age_s=1000)
+    write_checkpoint(tmp_path, 4, ".removing-step-00000004-abcd")
+    plan = plan_prune(tmp_path, 1)
+    assert plan.newest_valid is None and plan.going == () and len(plan.folders) == 5
+    assert execute(plan) == ()
+    assert plan_prune(tmp_path / "nowhere", 1).folders == ()
+
+
+def test_what_was_written_last_stays(tmp_path: Path) -> None:
+    """A run that went back to step 10 and was saved at 20, beside what an earlier one saved at 9000."""
+    write_checkpoint(tmp_path, 9000, created=100.0)
+    write_checkpoint(tmp_path, 10, created=50.0)
+    written = write_checkpoint(tmp_path, 20, created=200.0)
+    plan = plan_prune(tmp_path, 1)
+    assert going(plan) == ["step-00000010"]
+    assert why(plan, written) == "stays: it was written last"
+
+
+def test_links_and_files_are_left_alone(tmp_path: Path) -> None:
+    place = tmp_path / "ckpt"
+    outside = write_checkpoint(tmp_path / "outside", 1)
+    write_checkpoint(place, 10)
+    (place / "step-00000001").symlink_to(outside)
+    (place / "notes.txt").write_text("mine")
+    (place / ".hidden").mkdir()
+    assert plan_prune(place, 1).going == ()
+
+
+def test_leftovers_of_dead_saves_go(tmp_path: Path) -> None:
+    dead = leave_unfinished(tmp_path, 20, age_s=1000)
+    newest = write_checkpoint(tmp_path, 20)
+    young = leave_unfinished(tmp_path, 30)
+    os.utime(newest / MANIFEST, (newest.stat().st_mtime - 500,) * 2)
+    plan = plan_prune(tmp_path, 1)
+    assert going(plan) == [dead.name]
+    assert why(plan, young) == "stays: a save newer than every valid checkpoint"
+    assert execute(plan) == (dead,)
+    assert young.exists() and not dead.exists()
+
+
+def test_a_save_at_work_is_left_alone(tmp_path: Path) -> None:
+    saving = leave_unfinished(tmp_path, 20, age_s=1000)
+    write_checkpoint(tmp_path, 10)
+    dead = plan_prune(tmp_path, 1)
+    assert going(dead) == [saving.name]
+    with holding(saving), holding(saving):
+        assert in_use(saving)
+        assert why(plan_prune(tmp_path, 1), saving) == "stays: a save is at work in it"
+        assert execute(dead) == ()  # it came to life after the plan was made
+    assert not in_use(saving)
+    assert execute(dead) == (saving,)
+
+
+def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
+    code = """
+import sys, time
+from fourfold.checkpoint.hold import holding
+with holding(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        assert in_use(tmp_path)
+        process.kill()
+        process.wait()
+    assert not in_use(tmp_path)
+    assert in_use(tmp_path / "nowhere")
+    with pytest.raises(OSError, match="No such file"), holding(tmp_path / "nowhere"):
+        pass
+
+
+def test_a_removal_cut_short_leaves_no_checkpoint_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older, newest = write_checkpoint(tmp_path, 10), write_checkpoint(tmp_path, 20)
+
+    def dying(path: Path) -> None:
+        (Path(path) / FILES[0]).unlink()
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", dying)
+        with pytest.raises(DataError, match="0 of 1 folders were removed"):
+            execute(plan_prune(tmp_path, 1))
+    assert not older.exists()
+    [rest] = newest_valid(tmp_path).passed_over
+    assert rest.path.name.startswith(".removing-step-00000010-")
+    assert execute(plan_prune(tmp_path, 1)) == (rest.path,)
+    assert list(tmp_path.iterdir()) == [newest]
+
+
+def test_a_folder_that_has_gone_already(tmp_path: Path) -> None:
+    older, _ = write_checkpoint(tmp_path, 10), write_checkpoint(tmp_path, 20)
+    plan = plan_prune(tmp_path, 1)
+    shutil.rmtree(older)
+    assert execute(plan) == ()
+
+
+def test_an_outdated_plan_is_refused(tmp_path: Path) -> None:
+    older, newest = write_checkpoint(tmp_path, 10), write_checkpoint(tmp_path, 20)
+    plan = plan_prune(tmp_path, 1)
+    truncate(newest / FILES[0])
+    with pytest.raises(DataError, match="older one may be the last"):
+        execute(plan)
+    assert validate(older) == []
+
+
+@pytest.mark.parametrize(("last", "every"), [(0, 0), (-1, 0), (1, -1)])
+def test_numbers_out_of_range(tmp_path: Path, last: int, every: int) -> None:
+    with pytest.raises(SpecError):
+        plan_prune(tmp_path, last, every)
+    with pytest.raises(SpecError) as error:
+        plan_prune(tmp_path, 0, -1)
+    assert len(error.value.problems) == 2
+
+
+@given(
+    steps=st.lists(st.integers(0, 40), unique=True, min_size=1, max_size=5),
+    last=st.integers(1, 4),
+    every=st.sampled_from([0, 1, 3, 10]),
+    data=st.data(),
+)
+def test_what_is_left_is_what_should_be(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[int], last: int, every: int, data: st.DataObject
+) -> None:
+    place = tmp_path_factory.mktemp("ckpt")
+    broken = data.draw(st.sets(st.sampled_from(steps)))
+    for step in steps:
+        folder = write_checkpoint(place, step)
+        if step in broken:
+            truncate(folder / FILES[0])
+    execute(retention.plan_prune(place, last, every))
+    valid = sorted(set(steps) - broken, reverse=True)
+    wanted = set(valid[:last]) | {step for step in valid if every and step % every == 0} | broken
+    left = {int(path.name.removeprefix("step-")) for path in place.iterdir()}
+    # `created` grows with the step, so a broken newest one is the one written last.
+    assert left == wanted
+    assert newest_valid(place).step == (valid[0] if valid else None)

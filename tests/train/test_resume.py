@@ -1,0 +1,182 @@
+"""A resumed run is the same run: parameters, moments, streams, learning rates, sample ids and losses, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from fourfold.checkpoint.choose import newest_valid
+from fourfold.checkpoint.validate import read_manifest
+from fourfold.record.run_dir import RunDir
+from tests.cli.test_train import FOURFOLD, command, events, finish, pid
+
+MLP = ("checkpoint.every=4", "run.steps=12", "data.samples=40", "model.dropout=0.2", "run.log_every=3")
+
+
+def go_words(run: Path, *words: str, sets: tuple[str, ...] = ()) -> list[str]:
+    """What torchrun is to be given: all but --nproc, which it takes for an option of its own."""
+    asked = command(*words, sets=(f"run.dir={json.dumps(str(run))}", *MLP, *sets))[len(FOURFOLD) :]
+    del asked[2:4]
+    return asked
+
+
+def go(run: Path, *words: str, sets: tuple[str, ...] = (), nproc: int = 2) -> subprocess.Popen[str]:
+    asked = command(*words, nproc=nproc, sets=(f"run.dir={json.dumps(str(run))}", *MLP, *sets))
+    return subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def go_to_the_end(run: Path, *words: str, sets: tuple[str, ...] = (), nproc: int = 2) -> str:
+    code, story = finish(go(run, *words, sets=sets, nproc=nproc))
+    assert code == 0, story
+    return story
+
+
+def final(run: Path) -> dict[str, bytes]:
+    """Every tensor of the newest checkpoint, as bytes."""
+    folder = newest_valid(RunDir(run).checkpoints).path
+    assert folder is not None
+    held = {}
+    for name, record in read_manifest(folder).tensors.items():
+        for chunk in record.chunks:
+            with safe_open(folder / chunk.file, framework="pt") as file:
+                held[f"{name} {chunk.offset}"] = (
+                    file.get_tensor(chunk.key).contiguous().view(-1).numpy().tobytes()
+                )
+    return held
+
+
+def curve(run: Path) -> list[tuple[float, ...]]:
+    lines = [json.loads(line) for line in RunDir(run).metrics.read_text().splitlines()]
+    return [(line["step"], line["loss"], line["grad_norm"], line["lr"]) for line in lines if "loss" in line]
+
+
+def ids(run: Path, rank: int) -> dict[int, object]:
+    return {int(str(e["step"])): e["sample_ids"] for e in events(run, rank) if e["kind"] == "step"}
+
+
+def same(run: Path, undisturbed: Path, nproc: int = 2) -> None:
+    assert final(run) == final(undisturbed)
+    assert curve(run) == curve(undisturbed)
+    assert [ids(run, rank) for rank in range(nproc)] == [ids(undisturbed, rank) for rank in range(nproc)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    go_to_the_end(run)
+    return run
+
+
+# A transform that takes a while, so that a run of a few steps can be met in the middle of one.
+SLOW = 'data.transforms=[{kind="import", target="tests.train.rank_jobs:slowly"}]'
+
+
+def kill_after(run: Path, step: int, number: int, *sets: str) -> int:
+    process = go(run, sets=sets)
+    while f'"step": {step},' not in (
+        RunDir(run).events(1).read_text() if RunDir(run).events(1).exists() else ""
+    ):
+        assert process.poll() is None, finish(process)
+    if number == signal.SIGKILL:
+        os.kill(pid(run, 1), number)
+    else:
+        process.send_signal(number)
+    return finish(process)[0]
+
+
+@pytest.fixture(scope="module")
+def undisturbed_slowly(tmp_path_factory):
+    run = tmp_path_factory.mktemp("undisturbed") / "slow"
+    go_to_the_end(run, sets=(SLOW,))
+    return run
+
+
+def test_a_killed_run_goes_on_as_the_same_run(tmp_path, undisturbed_slowly):
+    run = tmp_path / "run"
+    assert kill_after(run, 6, signal.SIGKILL, SLOW) == 128 + 9
+    story = go_to_the_end(run, "--resume", "must", sets=(SLOW,))
+    assert "step-00000004" in story
+    same(run, undisturbed_slowly)
+
+
+def test_a_stopped_run_saves_first_and_goes_on_from_there(tmp_path, undisturbed_slowly):
+    run = tmp_path / "run"
+    assert kill_after(run, 6, signal.SIGTERM, SLOW) == 75
+    stopped = next(int(str(e["step"])) for e in events(run, 0) if e["kind"] == "end")
+    assert read_manifest(newest_valid(RunDir(run).checkpoints).path).step == stopped
+    go_to_the_end(run, "--resume", "auto", sets=(SLOW,))
+    same(run, undisturbed_slowly)
+
+
+def test_resume_falls_back_over_a_damaged_checkpoint_and_says_so(tmp_path, undisturbed):
+    run = tmp_path / "run"
+    go_to_the_end(run)
+    newest = newest_valid(RunDir(run).checkpoints).path
+    shard = next(newest.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    story = go_to_the_end(run, "--resume", "must")
+    assert "passed over" in story
+    assert newest.name in story
+    assert curve(run) == curve(undisturbed)
+
+
+def test_what_cannot_go_on_is_refused(tmp_path, undisturbed):
+    nowhere = go(tmp_path / "nowhere", "--resume", "must")
+    code, story = finish(nowhere)
+    assert code == 5, story
+    code, story = finish(go(undisturbed, "--resume", "auto", sets=("optimizer.lr=0.5", "model.hidden=9")))
+    assert code == 2
+    assert "optimizer.lr" in story
+    assert "model.hidden" in story
+    code, story = finish(go(undisturbed))
+    assert code == 2
+    assert "used already" in story
+
+
+def test_auto_begins_where_there_is_nothing(tmp_path, undisturbed):
+    run = tmp_path / "run"
+    go_to_the_end(run, "--resume", "auto")
+    same(run, undisturbed)
+    assert (
+        subprocess.run([*FOURFOLD, "ckpt", "validate", str(run)], check=False, capture_output=True).returncode
+        == 0
+    )
+
+
+def test_two_runs_on_one_directory_are_refused(tmp_path):
+    run = tmp_path / "run"
+    first = go(run, sets=(SLOW,))
+    while not list(RunDir(run).checkpoints.glob("step-*")):
+        assert first.poll() is None, finish(first)
+    code, story = finish(go(run, "--resume", "must", sets=(SLOW,)))
+    assert code == 2
+    assert f'"pid": {first.pid}' in story
+    assert finish(first)[0] == 0
+
+
+def test_a_run_under_torchrun_goes_on(tmp_path, undisturbed_slowly):
+    run = tmp_path / "run"
+    assert kill_after(run, 6, signal.SIGKILL, SLOW) == 128 + 9
+    words = go_words(run, "--resume", "must", sets=(SLOW,))
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "fourfold",
+    ]
+    done = subprocess.run([*torchrun, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    same(run, undisturbed_slowly)
