@@ -7,6 +7,7 @@ import os
 import pickle
 import resource
 import signal
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -217,18 +218,20 @@ def disk_full_on(who: int, folder: str) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def write_back_fails(folder: str) -> str:
-    """What is told when the disk refuses the flush begun with the last tensor: a later fsync would not say so again."""
+def flush_fails(folder: str) -> str:
+    """What is told when the disk refuses to flush the first file."""
+    kept = os.fsync
 
-    def refuse(_handle: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    def refuse(handle: int) -> None:
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        kept(handle)
 
-    kept = os.fdatasync, shard_file.WRITE_BACK_BYTES
-    os.fdatasync, shard_file.WRITE_BACK_BYTES = refuse, 8 * 64 * 64 * 4
+    os.fsync = refuse
     try:
         return save_fails(folder)
     finally:
-        os.fdatasync, shard_file.WRITE_BACK_BYTES = kept
+        os.fsync = kept
 
 
 def save_killed(folder: str, who: int, place: str) -> str:

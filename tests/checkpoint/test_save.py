@@ -141,8 +141,10 @@ def test_a_step_saved_already_is_told_on_all_ranks_and_the_old_one_stays(ranks, 
     assert validate(tmp_path / NAME) == []
 
 
-def test_a_disk_that_fails_behind_the_back_is_noticed(tmp_path):
-    assert "Input/output error" in rank_jobs.write_back_fails(str(tmp_path))
+def test_a_disk_that_fails_at_the_flush_is_noticed(tmp_path):
+    told = rank_jobs.flush_fails(str(tmp_path))
+    assert "write tensors of a checkpoint" in told
+    assert "Input/output error" in told
     assert rank_jobs.parts(str(tmp_path)) == []
 
 

@@ -32,6 +32,12 @@ def test_a_run_leaves_its_record(ranks, tmp_path):
     assert "4/4" in (tmp_path / "log.txt").read_text()
 
 
+def test_events_hold_the_epoch_of_every_step(ranks, tmp_path):
+    ranks(1).run(rank_jobs.whole_run, str(tmp_path), "run.steps=6")
+    steps = [event for event in rank_jobs.events(str(tmp_path), 0) if event["kind"] == "step"]
+    assert [event["epoch"] for event in steps] == [0, 0, 0, 0, 0, 1]  # 40 samples, 8 in a step
+
+
 def test_metrics_do_not_depend_on_the_logging_interval_or_the_world(ranks, tmp_path):
     seen = []
     for world, every in ((1, 1), (2, 3), (2, 100)):

@@ -45,8 +45,8 @@ def begin(ckpt_dir: Path, step: int) -> Path:
             raise _exists(target)
         ckpt_dir.mkdir(parents=True, exist_ok=True)
         folder = ckpt_dir / f"{SAVING}{step_name(step)}-{secrets.token_hex(4)}"
-        folder.mkdir()
         sync_folder(ckpt_dir.parent)
+        folder.mkdir()
     except DataError:
         raise
     except OSError as error:

@@ -9,10 +9,8 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -26,7 +24,6 @@ from fourfold.spec.boxes import Box
 from fourfold.spec.errors import DataError
 
 PIECE_BYTES = 4 * 2**20  # hashed, and written or read, while it is in the processor's cache
-WRITE_BACK_BYTES = 64 * 2**20  # the disk begins with these while the rest is still being hashed
 
 
 class Outgoing(NamedTuple):
@@ -68,14 +65,12 @@ def write_shard(path: Path, outgoing: Sequence[Outgoing]) -> FileRecord:
     stage = torch.empty(PIECE_BYTES, dtype=torch.uint8)
     digest, written = xxhash.xxh3_128(), 0
     try:
-        with open(path, "xb", buffering=PIECE_BYTES) as file, _WriteBack(file.fileno()) as write_back:
+        with open(path, "xb", buffering=PIECE_BYTES) as file:
             for piece in _file_pieces(outgoing, stage):
                 digest.update(piece)
                 file.write(piece)
                 written += len(piece)
-                write_back.after(len(piece))
             file.flush()
-            write_back.finish()
             os.fsync(file.fileno())
     except OSError as error:
         raise unwritable(path, error, "write tensors of a checkpoint", KEPT) from error
@@ -113,36 +108,6 @@ def read_shard(path: Path, record: FileRecord, wanted: Mapping[str, Wanted], *, 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, as bytes."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-class _WriteBack:
-    """Lets the disk work beside the processor: what is written so far is flushed now and then, in a thread."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-        self._since = 0
-        self._thread = ThreadPoolExecutor(1)
-        self._flush: Future[None] | None = None
-
-    def after(self, written: int) -> None:
-        self._since += written
-        if self._since >= WRITE_BACK_BYTES and (self._flush is None or self._flush.done()):
-            self.finish()
-            self._since = 0
-            self._flush = self._thread.submit(os.fdatasync, self._handle)
-
-    def finish(self) -> None:
-        """Raise what the last flush met: the system tells of a failed write once, and only to whom asks first."""
-        if self._flush is not None:
-            self._flush.result()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._thread.shutdown()
 
 
 class _Source:
