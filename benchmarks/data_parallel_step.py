@@ -104,7 +104,7 @@ def measure(plan_json: str, run_path: str, pairs: int) -> list[dict[str, float]]
         open_training(plan.spec, joined) as training,
         Recorder(training, plan, RunDir(Path(run_path))) as record,
     ):
-        record.started()
+        record.started(0)
         held = list(training.loader.steps(0, 8))
         loops = {
             "fourfold": fourfold_loop(training, record, rounds),
