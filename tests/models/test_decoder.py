@@ -162,6 +162,7 @@ def test_what_is_kept_from_a_forward_without_gradients_serves_training(tokens: M
     with torch.inference_mode():
         kit.loss(module, batch)
     kit.loss(module, batch)[0].backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("tied", [True, False])
