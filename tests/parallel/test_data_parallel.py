@@ -61,5 +61,6 @@ def test_layers_that_mix_rows_are_named_while_they_train():
         nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm1d(2), nn.LayerNorm(2))
     )
     assert mixes_rows(model) == ("1", "2.0")
+    assert mixes_rows(nn.SyncBatchNorm(2)) == ("",)
     assert mixes_rows(model.eval()) == ()
     assert mixes_rows(nn.Linear(2, 2)) == ()

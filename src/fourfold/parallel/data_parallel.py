@@ -40,7 +40,7 @@ def mixes_rows(module: nn.Module) -> tuple[str, ...]:
     return tuple(
         name
         for name, child in module.named_modules()
-        if isinstance(child, _BatchNorm) and child.training and not isinstance(child, nn.SyncBatchNorm)
+        if isinstance(child, _BatchNorm) and child.training  # SyncBatchNorm too: accumulation cuts its rows
     )
 
 
