@@ -47,6 +47,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/data_parallel_step.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/restart.py
 
 clean:
 	rm -rf $(VENV) runs build src/*.egg-info

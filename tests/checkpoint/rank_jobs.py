@@ -8,7 +8,9 @@ import pickle
 import resource
 import signal
 import stat
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +234,96 @@ def flush_fails(folder: str) -> str:
         return save_fails(folder)
     finally:
         os.fsync = kept
+
+
+# Where a save can find no room: on any rank, and on rank 0 alone.
+PLACES = ("shard", "flush of .safetensors")
+PLACES_OF_0 = ("mkdir", "flush of state.json", "flush of manifest.json", "rename", "flush of the rename")
+
+
+@contextmanager
+def no_room(place: str) -> Iterator[None]:
+    """In this process the disk is full at one place of a save: nothing more can be written, made or flushed there."""
+
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def unless(keep: Callable[..., Any], hit: Callable[..., bool]) -> Callable[..., Any]:
+        return lambda *args, **more: full() if hit(*args) else keep(*args, **more)
+
+    def half_of(keep: Callable[..., Any]) -> Callable[..., Any]:
+        def pieces(*args: Any) -> Iterator[memoryview]:
+            yield next(keep(*args))
+            full()
+
+        return pieces
+
+    def of(handle: int, name: str) -> bool:
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        return path.endswith("/ckpt") if name == "the rename" else name in path
+
+    if place == "shard":
+        owner, name, instead = shard_file, "_file_pieces", half_of(shard_file._file_pieces)
+    elif place == "mkdir":
+        owner, name, instead = os, "mkdir", unless(os.mkdir, lambda path, *_: ".saving-" in str(path))
+    elif place == "rename":
+        owner, name, instead = os, "rename", unless(os.rename, lambda _, to: "/step-" in str(to))
+    else:
+        what = place.removeprefix("flush of ")
+        owner, name, instead = os, "fsync", unless(os.fsync, lambda handle: of(handle, what))
+    keep = getattr(owner, name)
+    setattr(owner, name, instead)
+    try:
+        yield
+    finally:
+        setattr(owner, name, keep)
+
+
+def save_without_room(folder: str, who: int, place: str, step: int) -> str:
+    """What each rank is told when rank `who` finds no room at `place`."""
+    with no_room(place) if dist.get_rank() == who else nullcontext():
+        return save_fails(folder, step)
+
+
+def left_when_told(folder: str) -> list[str]:
+    """What lies there when a rank is told that rank 1 found no room, though rank 0 is slow to clear it away."""
+    keep = storage_writer.discard
+
+    def slowly(path: Path) -> None:
+        time.sleep(0.2)
+        keep(path)
+
+    storage_writer.discard = slowly
+    try:
+        assert save_without_room(folder, 1, "shard", 10)
+        return parts(folder)
+    finally:
+        storage_writer.discard = keep
+
+
+def peak_of_a_round_trip(folder: str, mib: int) -> tuple[int, int]:
+    """Bytes by which the memory of this rank grew at most while it saved, and loaded, so many MiB of the world's."""
+    tensors = {f"layer{number}": torch.ones(2**18) * number for number in range(mib)}
+    tensors["transposed"] = torch.ones(1024, 4096).T
+    grown = []
+    path = ""
+
+    def saved() -> None:
+        nonlocal path
+        path = str(save(tensors, STATE, folder, facts()))
+
+    for call in (saved, lambda: load(path, tensors)):
+        dist.barrier()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+        before = _memory("VmRSS")
+        call()
+        grown.append(_memory("VmHWM") - before)
+    return grown[0], grown[1]
+
+
+def _memory(which: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(which))
 
 
 def save_killed(folder: str, who: int, place: str) -> str:

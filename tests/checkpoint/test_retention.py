@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.checkpoint import retention
@@ -199,34 +200,109 @@ def test_an_outdated_plan_is_refused(tmp_path: Path) -> None:
     assert validate(older) == []
 
 
-@pytest.mark.parametrize(("last", "every"), [(0, 0), (-1, 0), (1, -1)])
-def test_numbers_out_of_range(tmp_path: Path, last: int, every: int) -> None:
-    with pytest.raises(SpecError):
-        plan_prune(tmp_path, last, every)
+@pytest.mark.parametrize(
+    ("last", "every", "every_s"),
+    [(0, 0, 0.0), (-1, 0, 0.0), (1, -1, 0.0), (1, 0, -1.0), (1, 0, math.nan), (1, 0, math.inf)],
+)
+def test_numbers_out_of_range(tmp_path: Path, last: int, every: int, every_s: float) -> None:
     with pytest.raises(SpecError) as error:
-        plan_prune(tmp_path, 0, -1)
-    assert len(error.value.problems) == 2
+        plan_prune(tmp_path, last, every, every_s)
+    assert len(error.value.problems) == 1
+    with pytest.raises(SpecError) as error:
+        plan_prune(tmp_path, 0, -1, -1.0)
+    assert len(error.value.problems) == 3
+
+
+def test_the_first_of_every_hour(tmp_path: Path) -> None:
+    """Saved every 20 minutes from 10:10 on."""
+    begin = 36_000.0 + 600.0
+    folders = {step: write_checkpoint(tmp_path, step, created=begin + step * 1200.0) for step in range(8)}
+    plan = plan_prune(tmp_path, 2, keep_every_s=3600.0)
+    assert going(plan) == ["step-00000001", "step-00000002", "step-00000004", "step-00000005"]
+    assert why(plan, folders[3]) == "stays: the first of its 3600 s"
+    assert why(plan, folders[7]) == "stays: the newest valid one"
+    execute(plan)
+    assert plan_prune(tmp_path, 2, keep_every_s=3600.0).going == ()
+
+
+def test_a_clock_that_went_back_keeps_what_it_kept(tmp_path: Path) -> None:
+    """An hour is entered a second time: it has its checkpoint already."""
+    clock = {10: 7300.0, 20: 7400.0, 30: 3700.0, 40: 7500.0, 50: 11000.0}
+    for step, created in clock.items():
+        write_checkpoint(tmp_path, step, created=created)
+    assert going(plan_prune(tmp_path, 1, keep_every_s=3600.0)) == ["step-00000020", "step-00000040"]
+
+
+@pytest.mark.parametrize("every_s", [5e-324, 1e-3, 1e300])
+def test_any_length_of_time_is_one(tmp_path: Path, every_s: float) -> None:
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path, step)
+    gone = 0 if every_s == 1e-3 else 1  # of two spans, of all time
+    assert len(plan_prune(tmp_path, 1, keep_every_s=every_s).going) == gone
+
+
+# Names as they are met: short ones sort otherwise than numbers do (9900 behind 10000).
+STEPS = st.integers(0, 40) | st.sampled_from([9900, 9999, 10000, 10001])
+TIMES = st.integers(0, 12).map(lambda hour: 1e6 + 600.0 * hour)  # in any order: clocks go backwards
 
 
 @given(
-    steps=st.lists(st.integers(0, 40), unique=True, min_size=1, max_size=5),
+    clock=st.dictionaries(STEPS, TIMES, min_size=1, max_size=5),
     last=st.integers(1, 4),
     every=st.sampled_from([0, 1, 3, 10]),
+    every_s=st.sampled_from([0.0, 600.0, 1500.0, 1e9]),
     data=st.data(),
 )
 def test_what_is_left_is_what_should_be(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[int], last: int, every: int, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    clock: dict[int, float],
+    last: int,
+    every: int,
+    every_s: float,
+    data: st.DataObject,
 ) -> None:
     place = tmp_path_factory.mktemp("ckpt")
-    broken = data.draw(st.sets(st.sampled_from(steps)))
-    for step in steps:
-        folder = write_checkpoint(place, step)
+    broken = data.draw(st.sets(st.sampled_from(sorted(clock))))
+    for step, created in clock.items():
+        folder = write_checkpoint(place, step, f"{step}", created)
         if step in broken:
             truncate(folder / FILES[0])
-    execute(retention.plan_prune(place, last, every))
-    valid = sorted(set(steps) - broken, reverse=True)
+    valid = sorted(set(clock) - broken, reverse=True)
     wanted = set(valid[:last]) | {step for step in valid if every and step % every == 0} | broken
-    left = {int(path.name.removeprefix("step-")) for path in place.iterdir()}
-    # `created` grows with the step, so a broken newest one is the one written last.
-    assert left == wanted
+    if every_s:
+        wanted |= {
+            min(other for other in valid if clock[other] // every_s == clock[step] // every_s)
+            for step in valid
+        }
+    newest_time = max(clock.values())
+    written_last = max(step for step in clock if clock[step] == newest_time)
+    execute(retention.plan_prune(place, last, every, every_s))
+    left = {int(path.name) for path in place.iterdir()}
+    assert wanted <= left <= wanted | {written_last}
     assert newest_valid(place).step == (valid[0] if valid else None)
+    assert retention.plan_prune(place, last, every, every_s).going == ()
+    if valid:  # stricter ever after: the newest valid one is all that must be left
+        execute(retention.plan_prune(place, 1))
+        assert newest_valid(place).step == valid[0]
+
+
+@settings(max_examples=40)
+@given(times=st.lists(TIMES, min_size=1, max_size=6), last=st.integers(1, 2), stale=st.booleans())
+def test_pruned_after_every_save_each_span_keeps_its_first_and_nothing_else(
+    tmp_path_factory: pytest.TempPathFactory, times: list[float], last: int, stale: bool
+) -> None:
+    """As a run does it. stale: a damaged folder of a higher step, of an earlier run, lies there all the time."""
+    place, every_s = tmp_path_factory.mktemp("ckpt"), 1500.0
+    if stale:
+        truncate(write_checkpoint(place, 10**6, created=0.0) / FILES[1])
+    for step, created in enumerate(times):
+        write_checkpoint(place, step, created=created)
+        execute(plan_prune(place, last, 0, every_s))
+        assert newest_valid(place).step == step
+        spans: dict[float, int] = {}
+        for saved in range(step + 1):
+            spans.setdefault(times[saved] // every_s, saved)
+        wanted = {*spans.values(), *range(max(0, step + 1 - last), step + 1)}
+        left = {int(path.name.removeprefix("step-")) for path in place.iterdir()} - {10**6}
+        # What was written last by a clock that went back later stays as long as it is that.
+        assert wanted <= left <= wanted | {one for one in left if times[one] == max(times[: step + 1])}

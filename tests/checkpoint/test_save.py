@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from fourfold.checkpoint.choose import newest_valid
 from fourfold.checkpoint.manifest import STATE
-from fourfold.checkpoint.publish import publish
+from fourfold.checkpoint.publish import publish, try_out
 from fourfold.checkpoint.save import save
 from fourfold.checkpoint.validate import read_manifest, validate
 from fourfold.launch.pool import RankPool
@@ -146,6 +146,52 @@ def test_a_disk_that_fails_at_the_flush_is_noticed(tmp_path):
     assert "write tensors of a checkpoint" in told
     assert "Input/output error" in told
     assert rank_jobs.parts(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("who", "place"),
+    [
+        *((who, place) for place in rank_jobs.PLACES for who in (0, 1)),
+        *((0, p) for p in rank_jobs.PLACES_OF_0),
+    ],
+)
+def test_no_room_anywhere_in_a_save_leaves_the_older_checkpoint_and_the_step_can_be_saved_later(
+    ranks, tmp_path, who, place
+):
+    place_of = tmp_path / "ckpt"
+    ranks(2).run(rank_jobs.save_replicated, str(place_of), 10)
+    tellings = ranks(2).run(rank_jobs.save_without_room, str(place_of), who, place, 20)
+    assert tellings[0] == tellings[1]
+    for part in ("No space left on device", f"rank {who}", f"df -h {place_of} "):
+        assert part in tellings[0]
+    assert rank_jobs.parts(str(place_of)) == [NAME]
+    assert validate(place_of / NAME) == []
+    assert newest_valid(place_of).path == place_of / NAME
+    path = ranks(2).run(rank_jobs.save_replicated, str(place_of), 20)[0]
+    assert newest_valid(place_of).path == Path(path)
+    assert ranks(2).run(rank_jobs.replicated_differs, path) == [[], []]
+
+
+def test_no_rank_goes_on_before_the_room_of_a_failed_save_is_given_back(ranks, tmp_path):
+    """It has a line to write about it, on the same disk."""
+    assert ranks(2).run(rank_jobs.left_when_told, str(tmp_path)) == [[], []]
+
+
+def test_no_rank_holds_more_of_the_state_than_its_own(ranks, tmp_path):
+    for saving, loading in ranks(2).run(rank_jobs.peak_of_a_round_trip, str(tmp_path), 96):
+        assert saving < 32 * 2**20
+        assert loading < 32 * 2**20
+
+
+def test_where_no_checkpoint_can_be_kept_is_found_out_before(tmp_path):
+    try_out(tmp_path / "run" / "ckpt")
+    assert rank_jobs.parts(str(tmp_path / "run" / "ckpt")) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="keep checkpoints"):
+        try_out(tmp_path / "file")
+    with rank_jobs.no_room("mkdir"), pytest.raises(DataError, match="No space left") as caught:
+        try_out(tmp_path / "run" / "ckpt")
+    assert "df -h" in caught.value.problems[0].instead
 
 
 @pytest.mark.parametrize(("who", "place"), [(1, "file"), (1, "written"), (0, "manifest"), (0, "rename")])

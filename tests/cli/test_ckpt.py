@@ -96,6 +96,11 @@ def test_prune(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     told = document(capsys, "prune", run / "ckpt", "--keep-last", 1, "--keep-every", 100, "--dry-run")
     assert (told["schema"], told["dry_run"], told["removed"]) == ("fourfold.ckpt.prune/1", True, [])
     assert [folder["action"] for folder in told["folders"]] == ["goes", "stays", "stays"]
+    hourly = ("prune", run, "--keep-last", 1, "--keep-every-s", 3600)
+    out, err = call(capsys, *hourly, "--dry-run")
+    assert "9900: the first of its 3600 s" in out and "1 would go" in out
+    assert err == f"next: fourfold ckpt prune {run} --keep-last 1 --keep-every-s 3600\n"
+    assert document(capsys, *hourly, "--dry-run")["keep_every_s"] == 3600.0
     told = document(capsys, "prune", run, "--keep-last", 1)
     assert len(told["removed"]) == 2
     assert [path.name for path in (run / "ckpt").iterdir()] == ["10000"]
@@ -110,6 +115,7 @@ def test_prune(capsys: pytest.CaptureFixture[str], run: Path) -> None:
         ("prune nowhere --keep-last 1", 5, "nothing has that name"),
         ("prune {run} --keep-last 0", 2, "the newest valid checkpoint always stays"),
         ("prune {run} --keep-last 1 --keep-every -5", 2, "--keep-every 0"),
+        ("prune {run} --keep-last 1 --keep-every-s -5", 2, "--keep-every-s 3600"),
         ("prune {run}/ckpt/10000 --keep-last 1", 2, "a single checkpoint"),
         ("prune {run}", 2, "--keep-last"),
         ("prune {run} --keep-last many", 2, "fourfold ckpt prune --help"),

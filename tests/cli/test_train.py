@@ -195,3 +195,36 @@ def test_data_that_is_not_there_takes_no_run_directory(tmp_path):
     assert done.returncode == 5
     assert "book.txt" in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("word", ["--max-restarts=-1", "--max-restarts=often"])
+def test_restarts_are_a_number_from_0(tmp_path, word):
+    done = subprocess.run(command(word), cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--max-restarts" in done.stderr
+    assert "type:" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_with_restarts_says_where_they_would_begin(tmp_path):
+    asked = command("--dry-run", "--max-restarts", "3")
+    done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "a restart begins anew" in " ".join(done.stdout.split())
+    asked += ["--set", "checkpoint.every=2"]
+    done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "begins" not in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_under_torchrun_restarts_are_torchruns_own(tmp_path):
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    env = {**os.environ, **rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    asked = command("--max-restarts", "3", nproc=1)
+    done = subprocess.run(asked, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--max-restarts 3 under torchrun" in done.stderr
+    assert "torchrun --max-restarts 3" in done.stderr
+    assert "--resume auto" in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -130,6 +130,40 @@ def test_a_killed_rank_is_known_from_who_started_it(run: RunDir) -> None:
     )
 
 
+def test_a_resumed_run_is_what_it_is_now(run: RunDir) -> None:
+    """Rank 0 came to step 6 when rank 1 was killed in it; from step 4 on they went together, and were stopped in 5."""
+    rank_events(run, 0, 6, {"kind": "failure", "error": "ConnectionError: peer gone"})
+    rank_events(run, 1, 5)
+    for rank in (0, 1):
+        with JsonLines(run.events(rank)) as file:
+            base = {"rank": rank, "t": 200.0}
+            file.write({**base, "step": 4, "kind": "start", "world": 2})
+            file.write({**base, "step": 5, "kind": "step", "sample_ids": [5]})
+            file.write({**base, "step": 5, "kind": "end", "ending": "stopped"})
+    summary = summarize(run.path)
+    assert (summary.steps_done, summary.steps_by_rank, summary.steps_agree) == (5, (5, 5), True)
+    assert (summary.ended, summary.ended_why) == ("stopped by a signal", "")
+    rank_events(run, 0, 20, END)
+    rank_events(run, 1, 20)
+    assert summarize(run.path).ended == "unfinished"
+    rank_events(run, 1, 20, END)
+    assert summarize(run.path).ended == "finished"
+
+
+def test_what_an_earlier_attempt_failed_of_is_not_the_end(run: RunDir) -> None:
+    restarted = "# Started again since: " + KILLED.removeprefix("# Failed: ")
+    run.failures_md.write_text(restarted)
+    rank_events(run, 0, 5)
+    rank_events(run, 1, 5)
+    assert summarize(run.path).ended == "unfinished"
+    run.failures_md.write_text(f"{KILLED}\n{restarted}")
+    assert summarize(run.path).ended == "failed"
+    run.failures_md.write_text(restarted)
+    rank_events(run, 0, 6, END)
+    rank_events(run, 1, 6, END)
+    assert summarize(run.path).ended == "finished"
+
+
 def test_a_loss_that_is_not_finite_is_kept_as_it_is(run: RunDir) -> None:
     metrics(run, [3.0, 2.0, float("nan")])
     summary = summarize(run.path)

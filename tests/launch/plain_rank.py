@@ -1,4 +1,7 @@
-"""A rank without torch: `python plain_rank.py RUN_DIR HOW_0 HOW_1 ...`; the last HOW is for all further ranks."""
+"""A rank without torch: `python plain_rank.py RUN_DIR HOW_0 HOW_1 ...`; the last HOW is for all further ranks.
+
+HOW is one way for each attempt, with "/" between them; the last is for all further ones.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from fourfold.launch.guard import guard
 from fourfold.launch.pulse import Pulse
 from fourfold.launch.rank import Rank
 from fourfold.launch.stop import StopRequest
-from fourfold.spec.errors import Problem, SpecError, Stopped
+from fourfold.spec.errors import DataError, Problem, SpecError, Stopped
 
 SHOWN = ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "FOURFOLD_ATTEMPT", "GLOO_SOCKET_IFNAME")
 
@@ -23,7 +26,8 @@ def main() -> None:
     run_dir, ways = Path(sys.argv[1]), sys.argv[2:]
     rank = Rank.from_environment()
     assert rank is not None
-    way = ways[min(rank.rank, len(ways) - 1)]
+    by_attempt = ways[min(rank.rank, len(ways) - 1)].split("/")
+    way = by_attempt[min(rank.attempt, len(by_attempt) - 1)]
     (run_dir / f"pid{rank.rank}").write_text(str(os.getpid()))
     if way == "crash":
         sys.exit("it broke before it could be guarded")
@@ -48,6 +52,23 @@ def act(way: str, rank: Rank, run_dir: Path, pulse: Pulse, stop: StopRequest) ->
             raise SpecError(Problem("a", "b", "c", "d"))
         case "bug":
             raise ValueError("a plain bug")
+        case "passing":
+            raise Passing(Problem("a", "b", "c", "d"))
+        case "port":
+            with open(run_dir / f"ports{rank.rank}", "a") as file:
+                print(os.environ["MASTER_PORT"], file=file)
+            raise ValueError("so that there is another attempt")
+        case "quit":
+            os._exit(7)
+        case "wait-bug":
+            wait_for(stop, pulse)
+            raise ValueError("a bug while it stopped")
+        case "late":
+            while "bug" not in read(run_dir / "failures" / "rank1.json"):
+                time.sleep(0.01)
+            time.sleep(0.2)  # for the launcher to look
+            os.kill(os.getppid(), signal.SIGTERM)
+            time.sleep(1000)
         case "lost":
             raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1")
         case "stopped":
@@ -72,6 +93,16 @@ def act(way: str, rank: Rank, run_dir: Path, pulse: Pulse, stop: StopRequest) ->
             act("sleep" if rank.rank else "show", rank, run_dir, pulse, stop)
         case _:
             assert way == "end", way
+
+
+class Passing(DataError):
+    """An error after which the same may go well."""
+
+    passing = True
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def others_ready(run_dir: Path, world: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.launch import watch
+from fourfold.launch import stop, watch
 from fourfold.launch.agent import Launch, launch
 from fourfold.launch.failure import FailureReport
 from fourfold.launch.watch import Outcome
@@ -24,7 +24,8 @@ WITH_TORCH = Path(__file__).with_name("torch_rank.py")
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(watch, "SETTLE_S", 0.5)
-    monkeypatch.setattr(watch, "SECOND_AFTER_S", 0.4)
+    for module in (stop, watch):
+        monkeypatch.setattr(module, "SECOND_AFTER_S", 0.4)
 
 
 def plain(run_dir: Path, *ways: str, nproc: int = 2, **limits: float) -> Outcome:

@@ -126,7 +126,7 @@ def test_without_a_report_the_log_speaks():
 
 def test_a_rank_without_a_pulse_was_before_step_1():
     (failure,) = first_failure([End(0, -9, 10.0)], 4.0)
-    assert failure.headline == "rank 0 was killed by SIGKILL before step 1 (start)"
+    assert failure.headline == "rank 0 was killed by SIGKILL before its first step (start)"
 
 
 @pytest.mark.parametrize(
@@ -171,6 +171,15 @@ def test_reports_round_trip_and_older_or_broken_ones_are_passed_over(tmp_path):
     report_path(tmp_path, 2).write_text("{")
     assert read_reports(tmp_path, since=10.0) == {0: new}
     assert read_reports(tmp_path / "none", since=0.0) == {}
+
+
+def test_each_attempts_reports_lie_by_themselves(tmp_path):
+    for attempt in (0, 1):
+        path = report_path(tmp_path, 0, attempt)
+        path.parent.mkdir()
+        write_json(path, report(0, "raised", time=20.0 + attempt))
+    assert [read_reports(tmp_path, 0.0, attempt)[0].time for attempt in (0, 1)] == [20.0, 21.0]
+    assert read_reports(tmp_path, 0.0, 2) == {}
 
 
 def test_in_order_of_nothing_is_nothing():

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -32,11 +33,14 @@ def test_the_same_signal_delivered_twice_is_one_request():
 
 def test_a_second_signal_later_ends_the_process_at_once(monkeypatch):
     ended = []
-    monkeypatch.setattr(stop, "SECOND_AFTER_S", 0.0)
+    monkeypatch.setattr(stop, "SECOND_AFTER_S", 0.1)
     monkeypatch.setattr(os, "_exit", ended.append)
     with StopRequest():
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.4)
         os.kill(os.getpid(), signal.SIGINT)
+        while not ended:
+            time.sleep(0.01)
     assert ended == [128 + signal.SIGINT]
 
 

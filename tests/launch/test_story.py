@@ -38,10 +38,14 @@ def test_in_the_file_the_cause_is_first():
     assert text.startswith("# Failed: 2 ranks of `python x.py`\n")
     assert text.index("rank 1 was killed") < text.index("## After it") < text.index("Traceback")
     assert "## After it" not in in_file([KILLED], ("x",), 1)
+    assert in_file([KILLED], ("x",), 1, attempt=2).startswith("# Failed: 1 ranks of `x` (attempt 2)\n")
 
 
 def test_the_last_lines_of_a_log(tmp_path):
     log = tmp_path / "log"
     log.write_bytes(b"x" * 50_000 + b"\none\n\xfftwo\n")
     assert last_lines(log, 2) == "one\n�two"
+    assert last_lines(log, since=50_001) == "one\n�two"
+    assert last_lines(log, since=50_005) == "�two"
+    assert last_lines(log, since=log.stat().st_size) == ""
     assert last_lines(tmp_path / "missing") == ""

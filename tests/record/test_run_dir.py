@@ -91,8 +91,8 @@ def test_every_file_lies_in_the_directory() -> None:
     run = RunDir(Path("r"))
     names = {
         run.spec_toml, run.spec_json, run.plan_json, run.env_json, run.metrics, run.events(3), run.findings,
-        run.failures_md, run.failures_dir, run.report_html, run.report_json, run.log,
+        run.failures_md, run.failures_dir, run.attempts, run.report_html, run.report_json, run.log,
     }  # fmt: skip
-    assert len(names) == 12
+    assert len(names) == 13
     assert all(name.is_relative_to(run.path) for name in names)
     assert run.events(3) == Path("r/events/rank3.jsonl")

@@ -154,6 +154,11 @@ def test_bad_name() -> None:
     assert of_sets('name="a b"').why == "name takes text of letters, digits and . _ -"
 
 
+def test_a_text_is_no_list_of_texts() -> None:
+    told = of_sets('checkpoint.allow_missing="model.head"').why
+    assert told == "checkpoint.allow_missing takes a list of texts in quotes"
+
+
 def test_no_model(tmp_path: Path) -> None:
     path = tmp_path / "my.toml"
     path.write_text("", encoding="utf-8")

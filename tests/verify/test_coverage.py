@@ -203,6 +203,25 @@ def test_a_run_that_was_cut_off_is_judged_as_far_as_all_ranks_recorded(run):
     assert [rank["steps"] for rank in document["ranks"]] == [8, 8]
 
 
+def test_a_resumed_run_is_judged_by_what_it_did_last(run):
+    """Rank 0 came to step 9, rank 1 to 8; both went on after step 4 and were stopped after 6."""
+    path = run(9, lambda rank, step, ids: None if (rank, step) == (1, 8) else ids, ended=False)
+    for rank in range(2):
+        file = path / "events" / f"rank{rank}.jsonl"
+        steps = [line for line in map(json.loads, file.read_text().splitlines()) if line["step"] in (5, 6)]
+        with JsonLines(file) as events:
+            events.write({"rank": rank, "step": 4, "kind": "start"})
+            for line in steps:
+                events.write(line)
+            events.write({"rank": rank, "step": 6, "kind": "end", "ending": "stopped"})
+    document = run_coverage(path)
+    assert document["verdict"] == "pass"
+    assert [rank["steps"] for rank in document["ranks"]] == [6, 6]
+    with JsonLines(path / "events" / "rank1.jsonl") as events:  # and killed in the next attempt
+        events.write({"rank": 1, "step": 6, "kind": "start"})
+    assert by_claim(run_coverage(path), "after the run failed")["kind"] == "open"
+
+
 def test_a_rank_that_ended_early_in_a_finished_run_is_a_failure(run):
     document = run_coverage(run(9, lambda rank, step, ids: None if (rank, step) == (1, 8) else ids))
     assert document["verdict"] == "fail"

@@ -1,1 +1,1 @@
-"""Saving and resuming (not built yet)."""
+"""Saving, loading, choosing, pruning: plain files, every byte hashed, nothing unpickled."""

@@ -19,6 +19,14 @@ from fourfold.checkpoint.tensors import coverage_problems
 from fourfold.checkpoint.together import as_one, gather_json, world_here
 from fourfold.checkpoint.validate import read_manifest
 from fourfold.spec.errors import DataError, Problem
+from fourfold.spec.training import STATE_PARTS
+
+SAME = "the Spec the checkpoint was saved with"
+MISSING = f"{SAME}; or, if the model was given more: --set 'checkpoint.allow_missing=[\"{{name}}\"]'"
+SURPLUS = f"{SAME}; or, if the model has less: --set 'checkpoint.allow_surplus=[\"{{name}}\"]'"
+CHANGED = (
+    f"{SAME}; or give it another name: the new one may be missing, the old one left over (see [checkpoint])"
+)
 
 
 def load(
@@ -33,13 +41,19 @@ def load(
     tensors: by name; of a DTensor each rank reads the boxes it holds, however they were cut when they were saved.
     allow_missing: names, or patterns with * and ?, of tensors that need not be in the checkpoint; they stay as they
         are. allow_surplus: of the checkpoint's tensors that no rank need want.
-    Collectives: two all-gathers, then those of torch.distributed.checkpoint.load on the default group: gather,
+    Collectives: four small all-gathers, then those of torch.distributed.checkpoint.load on the default group: gather,
     scatter, all-gather of objects; none in a world of one.
     Raises DataError on every rank. Missing, surplus and changed entries are told at once, before anything is filled;
     a damaged file is found while it is read, and `tensors` may then hold anything.
     """
     folder = Path(folder)
-    manifest, state = _open_together(folder, tensors, allow_missing, allow_surplus)
+    manifest, state = open_together(folder)
+    wants = gather_json(
+        {name: (str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in tensors.items()}
+    )
+    wrong = coverage_problems(manifest, folder) or census(manifest, wants, allow_missing, allow_surplus)
+    if wrong:
+        raise DataError(wrong)
     held = {name: tensor for name, tensor in tensors.items() if name in manifest.tensors}
     reader = SafetensorsReader(folder, manifest, list(held))
     planner = default_planner.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -64,34 +78,40 @@ def census(
         record = manifest.tensors.get(name)
         want = f"{dtype} {tuple(shape)}"
         if record is None:
-            if not _allowed(name, allow_missing):
+            if not is_named(name, allow_missing):
                 missing[name] = want
         elif (record.dtype, record.shape) != (dtype, tuple(shape)):
             changed[name] = f"{record.dtype} {record.shape} in the checkpoint, {want} wanted"
     surplus = {
         name: f"{record.dtype} {record.shape}"
         for name, record in manifest.tensors.items()
-        if name not in named and not _allowed(name, allow_surplus)
+        if name not in named and not is_named(name, allow_surplus)
     }
-    kinds = (
-        ("missing from the checkpoint", missing, "it would keep a value that was never trained"),
-        ("in the checkpoint but not wanted", surplus, "what is left out of a run's state changes the run"),
-        ("of another dtype or shape", changed, "no value is converted or cut without being asked for"),
-    )
     return [
-        Problem(f"tensor {name}: {kind}", found, why, "the Spec the checkpoint was saved with")
-        for kind, entries, why in kinds
+        *_told("missing from the checkpoint", missing, "it would keep a value not trained with it", MISSING),
+        *_told("in the checkpoint but not wanted", surplus, "what is left out changes the run", SURPLUS),
+        *_told("of another dtype or shape", changed, "no value is rounded, cut or filled up", CHANGED),
+    ]
+
+
+def _told(kind: str, entries: Mapping[str, str], why: str, instead: str) -> list[Problem]:
+    return [
+        Problem(
+            asked=f"tensor {name}: {kind}",
+            found=found,
+            why=why,
+            instead=instead.format(name=name) if name.startswith(STATE_PARTS) else SAME,
+        )
         for name, found in sorted(entries.items())
     ]
 
 
-def _open_together(
-    folder: Path,
-    tensors: Mapping[str, torch.Tensor],
-    allow_missing: Sequence[str],
-    allow_surplus: Sequence[str],
-) -> tuple[Manifest, dict[str, Any]]:
-    """Manifest and state, once all ranks hold the same ones and the census is clean."""
+def open_together(folder: Path | str) -> tuple[Manifest, dict[str, Any]]:
+    """Manifest and state of a checkpoint, once all ranks have read the same ones.
+
+    Collectives: two all-gathers on the default group. Raises DataError on every rank.
+    """
+    folder = Path(folder)
     problems: Sequence[Problem] = ()
     manifest, state = None, {}
     try:
@@ -99,12 +119,8 @@ def _open_together(
         state = _read_state(folder, manifest.files[STATE])
     except DataError as error:
         problems = error.problems
-    wanted = {
-        name: (str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in tensors.items()
-    }
     told = gather_json(
         {
-            "wanted": wanted,
             "manifest": manifest and xxhash.xxh3_128_hexdigest(manifest.model_dump_json().encode()),
             "problems": [[p.asked, p.found, p.why, p.instead, p.where] for p in problems],
         }
@@ -116,11 +132,6 @@ def _open_together(
     others = [rank for rank, of_rank in enumerate(told) if of_rank["manifest"] != told[0]["manifest"]]
     if others:
         raise DataError(_not_the_same(folder, others))
-    wrong = coverage_problems(manifest, folder) or census(
-        manifest, [of_rank["wanted"] for of_rank in told], allow_missing, allow_surplus
-    )
-    if wrong:
-        raise DataError(wrong)
     return manifest, state
 
 
@@ -138,7 +149,8 @@ def _read_state(folder: Path, record: FileRecord) -> dict[str, Any]:
     return state
 
 
-def _allowed(name: str, patterns: Sequence[str]) -> bool:
+def is_named(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a tensor has one of these names, or fits one of these patterns with * and ?."""
     return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -7,6 +7,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -54,6 +55,22 @@ def begin(ckpt_dir: Path, step: int) -> Path:
     return folder
 
 
+def try_out(ckpt_dir: Path) -> None:
+    """Find out before a run begins, or goes on, that no checkpoint could be made here: DataError."""
+    folder = (
+        ckpt_dir / f"{SAVING}trial-{secrets.token_hex(4)}"
+    )  # if it is left behind, it is pruned as a dead save is
+    try:
+        ckpt_dir.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+        try:
+            (folder / STATE).write_bytes(b"{}")
+        finally:
+            shutil.rmtree(folder)
+    except OSError as error:
+        raise unwritable(ckpt_dir, error, "keep checkpoints", KEPT) from error
+
+
 def publish(
     folder: Path,
     facts: SaveFacts,
@@ -66,7 +83,7 @@ def publish(
     """Write state and manifest beside the tensors' files, which are on disk, and rename the folder: it is a checkpoint.
 
     Returns its new path. Everything is flushed to disk before the rename, the rename before the return.
-    Raises DataError; the folder is then still under its old name, unless flushing the rename itself failed.
+    Raises DataError; the folder is then under its old name.
     """
     target = folder.parent / step_name(facts.step)
     write_text(folder / STATE, state)
@@ -88,7 +105,12 @@ def publish(
         if os.path.lexists(target):  # a rename would replace an empty folder without a word
             raise _exists(target)
         os.rename(folder, target)
-        sync_folder(target.parent)
+        try:
+            sync_folder(target.parent)
+        except OSError:
+            with suppress(OSError):  # a save that is said to have failed must not be chosen later
+                os.rename(target, folder)
+            raise
     except DataError:
         raise
     except OSError as error:

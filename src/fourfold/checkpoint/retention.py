@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import uuid
@@ -21,6 +22,8 @@ from fourfold.record.problems import unwritable
 from fourfold.spec.errors import DataError, Problem, SpecError
 from fourfold.spec.value import Value
 
+Action = Literal["goes", "stays"]
+
 
 class Kept(Value):
     """One folder of a ckpt folder: whether it goes or stays, and why. `step` is None where no manifest tells it."""
@@ -28,7 +31,7 @@ class Kept(Value):
     path: str
     step: int | None
     bytes: int
-    action: Literal["goes", "stays"]
+    action: Action
     why: str
 
 
@@ -38,6 +41,7 @@ class PrunePlan(Value):
     ckpt_dir: str
     keep_last: int
     keep_every: int
+    keep_every_s: float = 0.0
     newest_valid: str | None
     folders: tuple[Kept, ...] = Field(strict=False)
 
@@ -47,36 +51,50 @@ class PrunePlan(Value):
         return tuple(folder for folder in self.folders if folder.action == "goes")
 
 
-def plan_prune(ckpt_dir: Path | str, keep_last: int, keep_every: int = 0) -> PrunePlan:
-    """What to remove so that the `keep_last` newest steps stay, and every step that `keep_every` (0: off) divides.
+def plan_prune(
+    ckpt_dir: Path | str, keep_last: int, keep_every: int = 0, keep_every_s: float = 0.0
+) -> PrunePlan:
+    """What to remove so that three kinds stay: the `keep_last` newest, and those that the other two (0: off) keep.
 
+    keep_every: steps that it divides. keep_every_s: of each span of so many seconds (the manifests' clock, counted
+    from 1970) the checkpoint of the lowest step; it stays that one, whenever and however often this is asked.
     Steps are the manifests' own numbers. The newest valid checkpoint is checked with its hashes, older ones without.
     A damaged one neither counts nor goes. While there is no valid one nothing goes.
     Raises SpecError for numbers out of range, DataError for a folder that cannot be listed.
     """
-    _check_numbers(keep_last, keep_every)
+    _check_numbers(keep_last, keep_every, keep_every_s)
     shelf, newest = look(ckpt_dir), newest_valid(ckpt_dir).path
     written_last = max(shelf.saved, key=lambda saved: saved.manifest.created, default=None)
+    damage = {saved.path: validate(saved.path, hashes=False) for saved in shelf.saved}
+    # Newest first: of each span the lowest step is what is left.
+    firsts = {_span(saved, keep_every_s): saved for saved in shelf.saved if not damage[saved.path]}
     folders, count = [], 0
     for saved in shelf.saved:
-        problems = validate(saved.path, hashes=False)
+        problems = damage[saved.path]
+        action: Action = "stays"
         if newest and not problems and (saved.path == newest or count):
             count += 1
-            last = saved is written_last
-            action, why = _verdict(saved.manifest.step, count, keep_last, keep_every, last)
+            why = _why_kept(saved.manifest.step, count, keep_last, keep_every)
+            if not why and keep_every_s and saved is firsts[_span(saved, keep_every_s)]:
+                why = f"the first of its {keep_every_s:g} s"
+            if not why and saved is written_last:
+                why = "it was written last"
+            if not why:
+                action, why = "goes", f"not among the newest {keep_last}"
         elif problems or newest:
-            action, why = "stays", f"damaged: {reason(problems or validate(saved.path))}"
+            why = f"damaged: {reason(problems or validate(saved.path))}"
         else:
-            action, why = "stays", "no checkpoint here is valid"
+            why = "no checkpoint here is valid"
         folders.append(_entry(saved, action, why))
     folders += [_plain(path, "stays", why) for path, why in shelf.unreadable]
     folders += [_leftover(path, newest) for path in shelf.saving]
-    cut_short: Literal["goes", "stays"] = "goes" if newest else "stays"
+    cut_short: Action = "goes" if newest else "stays"
     folders += [_plain(path, cut_short, "a removal that was not finished") for path in shelf.removing]
     return PrunePlan(
         ckpt_dir=str(ckpt_dir),
         keep_last=keep_last,
         keep_every=keep_every,
+        keep_every_s=keep_every_s,
         newest_valid=str(newest) if newest else None,
         folders=tuple(reversed(folders)),
     )
@@ -106,18 +124,20 @@ def execute(plan: PrunePlan) -> tuple[Path, ...]:
     return tuple(removed)
 
 
-def _verdict(
-    step: int, count: int, keep_last: int, keep_every: int, written_last: bool
-) -> tuple[Literal["goes", "stays"], str]:
+def _why_kept(step: int, count: int, keep_last: int, keep_every: int) -> str:
+    """count: how many valid ones have no lower step. Empty: by these two numbers it need not stay."""
     if count == 1:
-        return "stays", "the newest valid one"
+        return "the newest valid one"
     if count <= keep_last:
-        return "stays", f"among the newest {keep_last}"
+        return f"among the newest {keep_last}"
     if keep_every and step % keep_every == 0:
-        return "stays", f"step {step} is a multiple of {keep_every}"
-    if written_last:
-        return "stays", "it was written last"
-    return "goes", f"not among the newest {keep_last}"
+        return f"step {step} is a multiple of {keep_every}"
+    return ""
+
+
+def _span(saved: Saved, seconds: float) -> float:
+    """The number of the span of so many seconds, counted from 1970, that it was saved in."""
+    return saved.manifest.created // seconds if seconds else 0.0
 
 
 def _leftover(path: Path, newest: Path | None) -> Kept:
@@ -166,12 +186,12 @@ def _remove(path: Path) -> bool:
     return True
 
 
-def _entry(saved: Saved, action: Literal["goes", "stays"], why: str) -> Kept:
+def _entry(saved: Saved, action: Action, why: str) -> Kept:
     size = saved.manifest.total_bytes
     return Kept(path=str(saved.path), step=saved.manifest.step, bytes=size, action=action, why=why)
 
 
-def _plain(path: Path, action: Literal["goes", "stays"], why: str) -> Kept:
+def _plain(path: Path, action: Action, why: str) -> Kept:
     return Kept(path=str(path), step=None, bytes=sum(_sizes(path)), action=action, why=why)
 
 
@@ -181,7 +201,7 @@ def _sizes(path: Path) -> Iterator[int]:
             yield os.lstat(child).st_size
 
 
-def _check_numbers(keep_last: int, keep_every: int) -> None:
+def _check_numbers(keep_last: int, keep_every: int, keep_every_s: float) -> None:
     problems = []
     if keep_last < 1:
         why = "the newest valid checkpoint always stays"
@@ -189,5 +209,10 @@ def _check_numbers(keep_last: int, keep_every: int) -> None:
     if keep_every < 0:
         why = "steps are counted upwards; 0 keeps none but the newest"
         problems.append(Problem(f"keep every {keep_every} steps", "a negative number", why, "--keep-every 0"))
+    if not 0 <= keep_every_s < math.inf:
+        why = "it is a length of time; 0 keeps none for its time"
+        problems.append(
+            Problem(f"keep one every {keep_every_s:g} s", "no such time", why, "--keep-every-s 3600")
+        )
     if problems:
         raise SpecError(problems)

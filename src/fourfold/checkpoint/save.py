@@ -12,8 +12,14 @@ from torch.distributed.checkpoint import default_planner, state_dict_saver
 from fourfold.checkpoint.publish import SaveFacts, step_name
 from fourfold.checkpoint.storage_writer import SafetensorsWriter
 from fourfold.checkpoint.together import as_one, rank_here, world_here
+from fourfold.collectives.sums import start_sum
+from fourfold.spec.errors import DataError, FourfoldError
 
-__all__ = ["SaveFacts", "save"]
+__all__ = ["NotSaved", "SaveFacts", "save"]
+
+
+class NotSaved(DataError):
+    """A checkpoint could not be written; every rank is told, and every earlier checkpoint is as it was."""
 
 
 def save(
@@ -26,8 +32,9 @@ def save(
     state: everything else, as JSON (text keys, finite numbers); rank 0's is saved.
     facts: rank 0's count. Every rank calls, with or without tensors of its own.
     Collectives: those of torch.distributed.checkpoint.save on the default group: gather, scatter, gather, broadcast
-    of objects; none in a world of one. When it returns on any rank, everything is on disk, under its final name.
-    Raises on every rank what any of them met, all at once: DataError for files (disk full, no permission, a step
+    of objects, and a small sum if it fails; none in a world of one. When it returns on any rank, everything is on disk,
+    under its final name.
+    Raises on every rank what any of them met, all at once: NotSaved for files (disk full, no permission, a step
     that is saved already), and the folder is as before. If a rank dies, the others get the collective's error;
     what they have written is then no checkpoint.
     """
@@ -40,6 +47,12 @@ def save(
     try:
         with as_one(asked):
             state_dict_saver.save(ordered, storage_writer=writer, planner=planner, no_dist=world_here() == 1)
+    except FourfoldError as error:
+        writer.close()
+        start_sum([0]).wait()  # no rank goes on, into a disk that is full, before the room was given back
+        if isinstance(error, DataError):
+            raise NotSaved(error.problems) from error
+        raise
     finally:
         writer.close()
     return folder / step_name(facts.step)

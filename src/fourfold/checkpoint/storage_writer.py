@@ -107,6 +107,7 @@ class SafetensorsWriter(StorageWriter):
         """Every rank, after the save: let go of the folder; rank 0 removes it if it is no checkpoint by now."""
         if self._folder is not None:
             discard(self._folder)
+            self._folder = None
         self._held.close()
 
     def _hold(self, folder: Path) -> None:

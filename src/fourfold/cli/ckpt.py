@@ -103,7 +103,14 @@ def validate(path: Path, /, *, json: bool = False) -> int:
 
 @app.command
 def prune(
-    path: Path, /, *, keep_last: int, keep_every: int = 0, dry_run: bool = False, json: bool = False
+    path: Path,
+    /,
+    *,
+    keep_last: int,
+    keep_every: int = 0,
+    keep_every_s: float = 0.0,
+    dry_run: bool = False,
+    json: bool = False,
 ) -> int:
     """Remove old checkpoints, and what dead saves left; never the newest valid one, and no damaged one.
 
@@ -111,7 +118,7 @@ def prune(
 
         fourfold ckpt prune runs/tiny-1 --keep-last 3 --dry-run
         fourfold ckpt prune runs/tiny-1 --keep-last 3 --keep-every 1000
-        fourfold ckpt prune runs/tiny-1/ckpt --keep-last 1 --json
+        fourfold ckpt prune runs/tiny-1/ckpt --keep-last 1 --keep-every-s 3600 --json
 
     Parameters
     ----------
@@ -121,6 +128,8 @@ def prune(
         So many of the newest stay, counted by their own steps; at least 1.
     keep_every
         Steps that are multiples of this stay too.
+    keep_every_s
+        Of each span of so many seconds the first that was saved in it stays too.
     dry_run
         Print what would go, and stop.
     json
@@ -129,7 +138,7 @@ def prune(
     from fourfold.checkpoint.inspect import ckpt_dir_of
     from fourfold.checkpoint.retention import execute, plan_prune
 
-    plan = plan_prune(ckpt_dir_of(path), keep_last, keep_every)
+    plan = plan_prune(ckpt_dir_of(path), keep_last, keep_every, keep_every_s)
     removed = () if dry_run else execute(plan)
     if json:
         told = {"dry_run": dry_run, "removed": [str(folder) for folder in removed]}
@@ -138,6 +147,7 @@ def prune(
         _print_plan(plan, None if dry_run else len(removed))
     if dry_run and plan.going:
         every = f" --keep-every {keep_every}" if keep_every else ""
+        every += f" --keep-every-s {keep_every_s:g}" if keep_every_s else ""
         next_command(f"fourfold ckpt prune {quote(str(path))} --keep-last {keep_last}{every}")
     elif plan.newest_valid:
         next_command(f"fourfold ckpt inspect {quote(plan.newest_valid)}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from cyclopts import App
 
-from fourfold.cli.output import next_command, paint, print_document, story
+from fourfold.cli.output import WIDTH, next_command, paint, print_document, story
 from fourfold.spec.errors import EXIT_CHECK_FAILED, EXIT_DONE
 
 app = App(
@@ -19,8 +20,8 @@ app = App(
     For example:
 
         fourfold lab coverage
-        fourfold lab coverage --json
-        fourfold lab coverage --out my-lab
+        fourfold lab resume
+        fourfold lab demo --nproc 4
     """,
 )
 
@@ -71,6 +72,71 @@ def coverage_lines(document: Mapping[str, Any]) -> list[str]:
 
 def _ids(ids: Sequence[int]) -> str:
     return "".join(f" {'.' if i < 0 else i:>2}" for i in ids)
+
+
+@app.command
+def resume(*, out: Path | None = None, json: bool = False) -> int:
+    """A run goes on from step 10 as if nothing had happened; then with each classic mistake, which shows and is caught.
+
+    Steps 11-20 of 20 stand beside those of the undisturbed run. Weights only, the data position lost, the seed set
+    again, all ranks writing one file, a success mark before the shards, a damaged shard.
+
+    Examples:
+
+        fourfold lab resume
+        fourfold lab resume --json
+        fourfold lab resume --out my-lab
+
+    Parameters
+    ----------
+    out
+        A folder for the findings and the runs (default: the next free runs/verify-lab-N).
+    json
+        Print one JSON document.
+    """
+    from fourfold.lab.resume import lab_resume
+
+    document = lab_resume(out=out, say=story)
+    if json:
+        print_document(document)
+    else:
+        print("\n".join(resume_lines(document)))
+    next_command("fourfold verify resume tiny --world 2")
+    return EXIT_DONE if document["verdict"] == "pass" else EXIT_CHECK_FAILED
+
+
+def resume_lines(document: Mapping[str, Any]) -> list[str]:
+    """Every exercise: what is wrong with it, its steps beside the undisturbed ones, and what the product says."""
+    saved = document["saved"]
+    lines = [
+        f"a small decoder on real text, {document['world']} ranks, {document['steps']} steps, saved at step {saved}:",
+        f"the steps after it undisturbed, and again from step {saved} in new processes",
+    ]
+    for entry in document["exercises"]:
+        lines += ["", paint(entry["title"], "bold", sys.stdout), *_wrapped(entry["why"], 0)]
+        lines += [line for text in entry["seen"] for line in _wrapped(text)]
+        if entry["rows"]:
+            lines.append(" step   undisturbed       resumed  difference  samples")
+        for row in entry["rows"]:
+            samples = "same" if row["same_samples"] else "others"
+            difference = f"{row['difference']:.1e}" if row["difference"] else "0"
+            lines.append(
+                f" {row['step']:>4}{row['undisturbed']:>14.9f}{row['resumed']:>14.9f}{difference:>12}  {samples}"
+            )
+        lines += [line for text in entry["fourfold"] for line in _wrapped(f"Fourfold: {text}")]
+        good = "the same run, to the last bit" if entry["name"] == "right" else "caught"
+        lines.append(f" -> {good if entry['verdict'] == 'pass' else f'NOT {good}'}")
+    failed = [finding for finding in document["findings"] if finding["verdict"] == "fail"]
+    lines += [""] if failed else []
+    for finding in failed:
+        lines += _wrapped(f"failed: {finding['claim']}: {finding['measured']}", 0)
+    return [*lines, "", f"{document['verdict']}  {document['findings_file']}", f"runs  {document['runs']}"]
+
+
+def _wrapped(text: str, indent: int = 1) -> list[str]:
+    return wrap(
+        text, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * 2 * indent, break_on_hyphens=False
+    )
 
 
 @app.command

@@ -56,7 +56,7 @@ VERBS: Mapping[str, Verb] = {
     ),
     "verify": Verb(
         "fourfold.cli.verify:app",
-        "Prove a layout right: every sample once, equal to one device.",
+        "Prove a run right: every sample once, equal to one device, the same after a kill.",
         ("check", "test"),
     ),
     "layout": Verb(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TextIO
+
+from fourfold.record.aloud import say
 
 WIDTH = 80
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "bold": "1"}
@@ -22,7 +23,7 @@ def print_document(document: Mapping[str, Any]) -> None:
 
 def story(text: str) -> None:
     """What happens meanwhile, for the person who waits: on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    say(text)
 
 
 def next_command(*commands: str) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from fourfold.cli.output import next_command, print_document, story
-from fourfold.spec.errors import EXIT_STOPPED
+from fourfold.spec.errors import Problem, SpecError
 
 if TYPE_CHECKING:
+    from fourfold.launch.rank import Rank
+    from fourfold.launch.stop import StopRequest
     from fourfold.plan.run_plan import RunPlan
     from fourfold.record.run_dir import RunDir
 
@@ -23,6 +24,7 @@ def train(
     nproc: int = 1,
     set_: Annotated[tuple[str, ...], Parameter(name="--set", consume_multiple=False)] = (),
     resume: Literal["auto", "must", "never"] = "never",
+    max_restarts: int = 0,
     dry_run: bool = False,
     json: bool = False,
 ) -> int:
@@ -43,14 +45,20 @@ def train(
     set_
         One setting, `a.b=value`; may be repeated, and wins over the file.
     resume
-        Go on from the newest valid checkpoint of run.dir: auto (or begin, where there is no such directory), must
+        Go on from the newest valid checkpoint of run.dir: auto (or begin, where nothing was saved there yet), must
         (or fail), never.
+    max_restarts
+        Start all ranks again, from the newest valid checkpoint, when one was killed, hung, lost the others or raised an
+        error of its own; at most so often in a row without a newer checkpoint. Final are exit codes 2 to 5 (a wrong
+        request, a check that failed, unreadable data), a stop signal and a good end. Under torchrun give its own
+        --max-restarts, and --resume auto.
     dry_run
         Print the plan and stop; nothing is started or written.
     json
         Print one JSON document on stdout.
     """
     from fourfold.launch.rank import Rank
+    from fourfold.launch.stop import StopRequest
     from fourfold.plan.run_plan import make_run_plan
     from fourfold.record.lock import locked
     from fourfold.spec.load import load_spec
@@ -58,17 +66,21 @@ def train(
     from fourfold.train.resume import reopen_run, resumed
     from fourfold.train.start import open_run
 
-    loaded = load_spec(spec, set_)
     rank = Rank.from_environment()
+    _check_restarts(max_restarts, rank)
+    loaded = load_spec(spec, set_)
     world, local = (nproc, nproc) if rank is None else (rank.world, rank.local_world)
     plan = make_run_plan(loaded, world, ("fourfold", *sys.argv[1:]), local)
     require(plan.spec, "train", loaded.provenance)
+    if max_restarts and not (plan.spec.checkpoint.every or plan.spec.checkpoint.every_s):
+        note = "nothing is saved before a failure (checkpoint.every = 0): a restart begins anew, from the first step"
+        plan = plan.model_copy(update={"notes": (*plan.notes, note)})
     going_on = resumed(plan, resume)
     if going_on is not None:
         plan, run = going_on.plan, going_on.run
         for path, reason in going_on.choice.passed_over:
             story(f"passed over {path}: {reason}")
-        story(f"goes on from {going_on.choice.path}")
+        story(going_on.told)
     if dry_run:
         if json:
             print_document(plan.model_dump(mode="json"))
@@ -77,32 +89,48 @@ def train(
             next_command(f"fourfold train {spec} --nproc {nproc}")
         return 0
     if rank is not None:
-        from fourfold.train.rank import run_under_torchrun
+        with StopRequest() as stop:  # from before torch is imported, which takes a while
+            from fourfold.train.rank import run_under_torchrun
 
-        run_under_torchrun(plan, rank, going_on, loaded.text)
-    if going_on is None:
-        run = open_run(plan, loaded.text)
-    with locked(run):
-        if going_on is not None:
-            reopen_run(plan, run, going_on.choice)
-        return _run_here(plan, run, json)
+            run_under_torchrun(plan, rank, going_on, loaded.text, stop)
+    with StopRequest() as stop:  # a run that has begun stops in good order: after a checkpoint
+        if going_on is None:
+            run = open_run(plan, loaded.text)
+        with locked(run):
+            if going_on is not None:
+                reopen_run(plan, run, going_on.choice)
+            return _run_here(plan, run, json, stop, max_restarts)
 
 
-def _run_here(plan: RunPlan, run: RunDir, json: bool) -> int:
+def _check_restarts(most: int, rank: Rank | None) -> None:
+    if most < 0:
+        why = "it is how many restarts in a row may come to nothing"
+        raise SpecError(Problem(f"--max-restarts {most}", "a negative number", why, "--max-restarts 3"))
+    if most and rank is not None:
+        raise SpecError(
+            Problem(
+                asked=f"--max-restarts {most} under torchrun",
+                found="a rank that torchrun has started, and would start again",
+                why="whoever started the ranks starts them again; here that is not Fourfold",
+                instead=f"torchrun --max-restarts {most} … -m fourfold train SPEC --resume auto --set run.dir=… "
+                "(then each start goes on from the newest valid checkpoint)",
+            )
+        )
+
+
+def _run_here(plan: RunPlan, run: RunDir, json: bool, stop: StopRequest, max_restarts: int) -> int:
     from fourfold.train.start import start
 
     story(f"run directory {run.path}")
-    outcome = start(plan, run)
-    if outcome.exit_code == EXIT_STOPPED:
-        # Stopped as asked: the same wish, told again, must not turn this into death by a signal.
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
+    outcome = start(plan, run, stop, max_restarts)
+    stop.ignore()
     if json:
         print_document(
             {
                 "schema": "fourfold.train/1",
                 "run": str(run.path),
                 "exit_code": outcome.exit_code,
+                "restarts": outcome.restarts,
                 "failures": [failure.model_dump(mode="json") for failure in outcome.failures],
             }
         )

@@ -15,13 +15,13 @@ from fourfold.spec.errors import EXIT_CHECK_FAILED, EXIT_DONE, Problem, SpecErro
 
 app = App(
     name="verify",
-    help="""Prove a layout right: every sample exactly once, and equal to one device.
+    help="""Prove a run right: every sample exactly once, equal to one device, the same when it goes on after a kill.
 
     For example:
 
         fourfold verify coverage tiny --world 3
-        fourfold verify coverage runs/tiny-1
         fourfold verify equal tiny --world 4
+        fourfold verify resume tiny --world 2
     """,
 )
 
@@ -134,6 +134,54 @@ def equal(
     for change in document["changes"]:
         story(f"for the check: {change}")
     return _end(document, json, f"fourfold train {quote(spec)} --nproc {world}{_sets(sets)}")
+
+
+@app.command
+def resume(
+    spec: str,
+    /,
+    *,
+    world: int,
+    sets: Sets = (),
+    out: Path | None = None,
+    json: bool = False,
+) -> int:
+    """Kill and stop a run, let fresh processes go on with it, and hold it against the undisturbed one, bit for bit.
+
+    The run is the Spec's, cut short to a few epochs of a few steps. It is killed twice in one epoch, killed in a save
+    (back to the checkpoint at an epoch's edge, with loader workers), and stopped by a signal. Compared are sample ids,
+    learning rates, losses, gradient norms, validations and every tensor of every checkpoint, the random streams of
+    every rank too. If something differs, the first deviating value is named, and what it may come from.
+
+    Examples:
+
+        fourfold verify resume tiny --world 2
+        fourfold verify resume tiny --world 1 --json
+        fourfold verify resume my.toml --world 4 --set precision.compute=bf16 --out checks
+
+    Parameters
+    ----------
+    spec
+        A TOML file, or the name of a ready Spec.
+    world
+        Ranks in all.
+    sets
+        One setting, a.b=value in TOML, over the file; may be repeated.
+    out
+        A folder for the findings and the runs (default: the next free runs/verify-NAME-N).
+    json
+        Print one JSON document.
+    """
+    from fourfold.spec.load import load_spec
+    from fourfold.verify.resume import verify_resume
+
+    loaded = load_spec(spec, sets)
+    command = _command("resume", spec, sets, world=world)
+    document = verify_resume(loaded.spec, world, out=out, command=command, say=story)
+    for change in document["changes"]:
+        story(f"for the check: {change}")
+    going_on = f"--resume auto --set run.dir=runs/{loaded.spec.name}-1 --set checkpoint.every=100"
+    return _end(document, json, f"fourfold train {quote(spec)} --nproc {world}{_sets(sets)} {going_on}")
 
 
 def _end(document: Mapping[str, Any], json: bool, then: str) -> int:

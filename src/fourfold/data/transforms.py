@@ -13,6 +13,7 @@ from importlib import import_module
 import numpy as np
 
 from fourfold.data.order import key_of
+from fourfold.data.process_streams import drawn_from
 from fourfold.data.sample import Sample
 from fourfold.data.synthetic import stream
 from fourfold.spec.data import TransformSpec
@@ -50,12 +51,17 @@ class GaussianNoise:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """A user's own "package.module:function"(sample, generator) -> sample of the same shapes and dtypes."""
+    """A user's own "package.module:function"(sample, generator) -> sample of the same shapes and dtypes.
+
+    Also what it draws from the process-wide streams of random, numpy and torch is a function of `draws`.
+    """
 
     target: str
 
     def __call__(self, sample: Sample, draws: np.random.Generator) -> Sample:
-        changed = _function(self.target)(sample, draws)
+        function = _function(self.target)
+        with drawn_from(draws):
+            changed = function(sample, draws)
         if _form(changed) != _form(sample):
             raise SpecError(_changes_form(self.target, sample, changed))
         return changed

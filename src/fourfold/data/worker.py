@@ -20,9 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from fourfold.data.microbatch import Microbatch, Microbatches
+from fourfold.launch.stop import STOP_SIGNALS, held
 from fourfold.spec.errors import DataError, Problem
 
-_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _LEAVING_S = 5.0  # a worker that has not left by then is killed
 
 # The search path is handed over, as a user's transform may lie where only the parent looks.
@@ -40,23 +40,27 @@ class Failure:
     traceback: str
 
 
+class WorkerGone(DataError):
+    """A worker has ended, or was killed, with answers outstanding: not the data's fault."""
+
+    passing = True
+
+
 class Worker:
     """The parent's end of a worker. Ask, then take the answers in the same order."""
 
     def __init__(self, microbatches: Microbatches) -> None:
         asked, ask = os.pipe()
         answers, answer = os.pipe()
-        # Blocked until the child ignores them, so that none ends it while it starts.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, json.dumps(sys.path), str(asked), str(answer)],
-                pass_fds=(asked, answer),
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what a transform prints belongs to the story, not to the result
-            )
+            with held():  # until the child ignores them, so that none ends it while it starts
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _START, json.dumps(sys.path), str(asked), str(answer)],
+                    pass_fds=(asked, answer),
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,  # what a transform prints belongs to the story, not to the result
+                )
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(asked)
             os.close(answer)
         self._ask, self._answers = os.fdopen(ask, "wb"), os.fdopen(answers, "rb")
@@ -75,7 +79,7 @@ class Worker:
         try:
             answer = pickle.load(self._answers)
         except (EOFError, OSError, pickle.UnpicklingError) as error:
-            raise DataError(self._gone()) from error
+            raise WorkerGone(self._gone()) from error
         if not isinstance(answer, Failure):
             assert isinstance(answer, Microbatch)
             return answer
@@ -99,7 +103,7 @@ class Worker:
             pickle.dump(message, self._ask, protocol=5)
             self._ask.flush()
         except BrokenPipeError as error:
-            raise DataError(self._gone()) from error
+            raise WorkerGone(self._gone()) from error
 
     def _gone(self) -> Problem:
         try:
@@ -116,9 +120,9 @@ class Worker:
 
 def serve(requests_fd: int, answers_fd: int) -> None:
     """The worker's life, in a process of its own."""
-    for number in _IGNORED:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     threading.Thread(target=_leave_with_parent, args=(requests_fd,), daemon=True).start()
     requests, answers = os.fdopen(requests_fd, "rb"), os.fdopen(answers_fd, "wb")
     try:

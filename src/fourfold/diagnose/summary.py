@@ -92,6 +92,9 @@ class _RankEvents:
             match event["kind"]:
                 case "start":
                     self.world = int(event.get("world", 0))
+                    # A resumed run takes back what came after its checkpoint, and how it ended then.
+                    self.steps = {step for step in self.steps if step <= int(event["step"])}
+                    self.failure, self.stopped, self.ended = None, False, False
                 case "step":
                     self.steps.add(int(event["step"]))
                 case "failure" if self.failure is None:
@@ -141,7 +144,9 @@ def _ending(ranks: Mapping[int, _RankEvents], world: int, failures: str) -> tupl
 
 
 def _first_named(failures: str) -> str:
-    """The first line of failures.md under its headings: it names who failed first."""
+    """The first line of failures.md under its headings: it names who failed first, unless the run was started again."""
+    if failures.startswith("# Started again since"):
+        return ""
     lines = (line.strip() for line in failures.splitlines())
     return next((line for line in lines if line and not line.startswith("#")), "")
 

@@ -33,7 +33,7 @@ NOT_SHOWN = (
         expected="a resumed run equal bit for bit to an undisturbed one",
         measured="not tested by this demonstration",
         verdict="open",
-        would_test="kill a rank of a run with checkpoint.every set, --resume must, compare with an undisturbed run",
+        would_test="fourfold verify resume tiny --world 2",
     ),
     Finding(
         claim="the same holds on an accelerator",

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
-import threading
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -21,17 +19,18 @@ from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from fourfold.launch.failure import report_path
+from fourfold.launch.failure import signal_name
 from fourfold.launch.processes import Leash, RankProcess
 from fourfold.launch.pulse import clear_pulses
 from fourfold.launch.rank import ATTEMPT, loopback
-from fourfold.launch.stop import STOP_SIGNALS
-from fourfold.launch.story import in_file, on_screen
+from fourfold.launch.restarts import Attempts, Restarts
+from fourfold.launch.stop import SignalsTaken, StopRequest
+from fourfold.launch.story import on_screen
 from fourfold.launch.watch import Outcome, Watch, log_path
+from fourfold.record.aloud import say
 from fourfold.record.environment import cores
 from fourfold.record.problems import unwritable
-from fourfold.record.writer import write_json, write_text
-from fourfold.spec.errors import Problem, SpecError
+from fourfold.spec.errors import EXIT_STOPPED, Problem, SpecError
 
 _HOST = "127.0.0.1"
 _TICK_S = 0.05
@@ -44,7 +43,8 @@ class Launch:
     run_dir: gets failures.md and the folders failures, logs, pulse and stacks. timeout_s: the longest wait in
     one collective, as the ranks set it too. grace_s: from the first signal to the end of every rank.
     threads_per_rank: CPU threads of each rank; None: this machine's cores divided by nproc. typed: what a person
-    typed to have this started, for failures.md; empty: the command.
+    typed to have this started, for failures.md; empty: the command. holds: as for a `RankProcess`. restarts: when
+    to start ranks again that failed; None: never.
     """
 
     command: tuple[str, ...]
@@ -54,15 +54,18 @@ class Launch:
     grace_s: float = 30.0
     threads_per_rank: int | None = None
     typed: tuple[str, ...] = ()
+    holds: bool = False
+    restarts: Restarts | None = None
 
 
-def launch(request: Launch) -> Outcome:
+def launch(request: Launch, stop: StopRequest | None = None) -> Outcome:
     """Run the ranks to their end and say how they ended; no process of theirs is left behind.
 
     Rank 0's output passes through, that of the others goes to `logs/rank<r>.txt`. SIGTERM, SIGUSR1 and SIGINT
-    are passed on once; ranks that then all end with 75 make 75 the outcome. On a failure the story is printed to
-    stderr, the cause last, and written to `failures.md`, the cause first. Collectives: none; no port is picked,
-    the store binds its own, to this machine only.
+    are passed on once, also one that `stop` has seen before; ranks that then all end with 75 make 75 the outcome.
+    On a failure the story is printed to stderr, the cause last, and written to `failures.md`, the cause first; with
+    `restarts` all ranks may then be started again, under the same store, lock and run directory.
+    Collectives: none; no port is picked, the store binds its own, to this machine only.
     Raises SpecError for a request that cannot start, DataError if the run directory cannot be written.
     """
     _check(request)
@@ -72,21 +75,30 @@ def launch(request: Launch) -> Outcome:
             (run_dir / name).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unwritable(run_dir, error, "make the folders of the ranks", "no rank was started") from error
-    with _Signals() as signals, Leash() as leash:
-        agent = RankAgent(request, signals, leash)
+    attempts = Attempts(run_dir, request.restarts, request.typed or request.command, request.nproc)
+    with (
+        closing(attempts),
+        SignalsTaken(stop.seen if stop else None) as signals,
+        Leash() as leash,
+    ):
+        agent = RankAgent(request, attempts, signals, leash)
         agent.run()
     assert agent.outcome is not None
-    _tell(request, agent.outcome)
+    if agent.outcome.exit_code == EXIT_STOPPED and signals.seen and not agent.outcome.told:
+        number, at = signals.seen[0]
+        took = f"{time.monotonic() - at:.1f} s after {signal_name(number)}"
+        say(f"every rank had ended {took}; run.grace_s gives them {request.grace_s:g}")
+    _tell(agent.outcome)
     return agent.outcome
 
 
 class RankAgent(LocalElasticAgent):
     """Torch's agent for one machine, with our own processes, watch and idea of an end.
 
-    Torch's own restarts on exit 75, waits 30 s before it kills, and tells failures apart by time alone.
+    Torch's own starts again after exit 75, waits 30 s before it kills, and tells failures apart by time alone.
     """
 
-    def __init__(self, request: Launch, signals: _Signals, leash: Leash) -> None:
+    def __init__(self, request: Launch, attempts: Attempts, signals: SignalsTaken, leash: Leash) -> None:
         self._rendezvous_here = LoopbackRendezvous(timedelta(seconds=request.timeout_s))
         spec = WorkerSpec(
             role="rank",
@@ -98,6 +110,7 @@ class RankAgent(LocalElasticAgent):
             monitor_interval=_TICK_S,
         )
         super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull))
+        self._attempts = attempts
         self._request = request
         self._signals = signals
         self._leash = leash
@@ -108,18 +121,21 @@ class RankAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         run_dir = Path(self._request.run_dir)
         clear_pulses(run_dir / "pulse")
+        self._processes = []
         since = time.time()
         for worker in worker_group.workers:
             env = self._environment(worker_group, worker.local_rank, worker.global_rank, worker.world_size)
             log = log_path(run_dir, worker.global_rank) if worker.global_rank else None
             self._processes.append(self._start(worker.global_rank, env, log))
             self._leash.hold(self._processes[-1])
-        self._watch = Watch(self._processes, run_dir, self._request.timeout_s, self._request.grace_s, since)
+        limits = self._request.timeout_s, self._request.grace_s
+        self._watch = Watch(self._processes, run_dir, *limits, since, self._attempts.number)
+        self._attempts.begin([process.pid for process in self._processes])
         return {rank: process.pid for rank, process in enumerate(self._processes)}
 
     def _start(self, rank: int, env: dict[str, str], log: Path | None) -> RankProcess:
         try:
-            return RankProcess(rank, self._request.command, env, log)
+            return RankProcess(rank, self._request.command, env, log, self._request.holds)
         except OSError as error:
             raise SpecError(
                 Problem(
@@ -134,7 +150,7 @@ class RankAgent(LocalElasticAgent):
         """This process's environment, with what makes a rank."""
         nproc = self._request.nproc
         threads = self._request.threads_per_rank or max(1, cores() // nproc)
-        attempt = str(self._rendezvous_here.attempt)
+        attempt = str(self._attempts.number)
         env = dict(os.environ)
         env.pop("TORCHELASTIC_ERROR_FILE", None)  # an outer launcher's
         interface = loopback()
@@ -168,10 +184,17 @@ class RankAgent(LocalElasticAgent):
         return RunResult(WorkerState.SUCCEEDED, return_values=ended)
 
     def _invoke_run(self, role: str = "rank") -> RunResult:  # noqa: ARG002
-        self._initialize_workers(self._worker_group)
-        while (result := self._monitor_workers(self._worker_group)).state is WorkerState.HEALTHY:
-            time.sleep(_TICK_S)
-        return result
+        while True:
+            self._rendezvous_here.attempt = self._attempts.number
+            self._initialize_workers(self._worker_group)
+            while (result := self._monitor_workers(self._worker_group)).state is WorkerState.HEALTHY:
+                time.sleep(_TICK_S)
+            assert self._watch is not None and self.outcome is not None
+            for process in self._processes:
+                self._leash.let_go(process)
+            self.outcome = self._attempts.end(self.outcome, self._signals.seen, self._watch.bad_at)
+            if self.outcome is not None:
+                return result
 
     def _shutdown(
         self,
@@ -189,7 +212,7 @@ class LoopbackRendezvous(RendezvousHandler):
     """One machine's rendezvous: a store listening on the loopback interface, with a part of it for each attempt."""
 
     def __init__(self, timeout: timedelta) -> None:
-        self.attempt = -1
+        self.attempt = 0
         with socket.socket() as listener:
             listener.bind((_HOST, 0))
             listener.listen(1024)
@@ -211,7 +234,6 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self.attempt += 1
         store = PrefixStore(f"agent{self.attempt}", self._store)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_HOST, self._port))
 
@@ -231,28 +253,6 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
 
-class _Signals:
-    """Context manager: remembers the signals that ask for a stop, instead of dying of them."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, float]] = []  # (number, monotonic seconds)
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._take) for number in STOP_SIGNALS}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    def _take(self, number: int, _frame: FrameType | None) -> None:
-        self.seen.append((number, time.monotonic()))
-
-
 def _check(request: Launch) -> None:
     if request.nproc < 1 or not request.command:
         raise SpecError(
@@ -265,20 +265,8 @@ def _check(request: Launch) -> None:
         )
 
 
-def _tell(request: Launch, outcome: Outcome) -> None:
-    """The screen first: the files may not be writable any more."""
+def _tell(outcome: Outcome) -> None:
     if outcome.told:
-        print(outcome.told, file=sys.stderr, flush=True)
-    if not outcome.failures:
-        return
-    print(on_screen(outcome.failures), file=sys.stderr, flush=True)
-    run_dir = Path(request.run_dir)
-    try:
-        for failure in outcome.failures:
-            write_json(report_path(run_dir, failure.rank), failure)
-        write_text(
-            run_dir / "failures.md",
-            in_file(outcome.failures, request.typed or request.command, request.nproc),
-        )
-    except OSError as error:
-        print(f"and these failures could not be written down: {error}", file=sys.stderr, flush=True)
+        say(outcome.told)
+    if outcome.failures:
+        say(on_screen(outcome.failures))

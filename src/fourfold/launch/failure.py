@@ -42,7 +42,10 @@ _WATCHDOG_SHARE = 0.9  # of timeout_s: an abort after so long a wait is the coll
 
 
 class FailureReport(Value):
-    """One rank's failure. step from 1, 0 = before the first; time in unix seconds; evidence: a file to read."""
+    """One rank's failure. step from 1, 0 = before the first; time in unix seconds; evidence: a file to read.
+
+    passing: whatever its exit code says, the same may go well when it is tried again.
+    """
 
     rank: int
     kind: Kind
@@ -53,11 +56,12 @@ class FailureReport(Value):
     time: float
     traceback: str = ""
     evidence: str = ""
+    passing: bool = False
 
     @property
     def headline(self) -> str:
         """Which rank, what, and where it was; further lines if the error has several parts."""
-        at = f"at step {self.step} ({self.phase})" if self.step else f"before step 1 ({self.phase})"
+        at = f"at step {self.step} ({self.phase})" if self.step else f"before its first step ({self.phase})"
         said = f": {self.message}" if self.message else ""
         return f"rank {self.rank} {self._verb()} {at}{said}"
 
@@ -139,15 +143,20 @@ def describe(error: BaseException) -> str:
     return "\n".join([text, *getattr(error, "__notes__", ())])
 
 
-def report_path(run_dir: Path, rank: int) -> Path:
+def of_attempt(folder: Path, attempt: int) -> Path:
+    """Where in a folder the files of one attempt lie: those of the first in the folder itself."""
+    return folder / f"attempt{attempt}" if attempt else folder
+
+
+def report_path(run_dir: Path, rank: int, attempt: int = 0) -> Path:
     """Where a rank's report lies in the run directory."""
-    return run_dir / "failures" / f"rank{rank}.json"
+    return of_attempt(run_dir / "failures", attempt) / f"rank{rank}.json"
 
 
-def read_reports(run_dir: Path, since: float) -> dict[int, FailureReport]:
-    """The reports written since that moment (unix seconds); older ones are an earlier start's."""
+def read_reports(run_dir: Path, since: float, attempt: int = 0) -> dict[int, FailureReport]:
+    """An attempt's reports, written since that moment (unix seconds); older ones are an earlier start's."""
     found = {}
-    for path in (run_dir / "failures").glob("rank*.json"):
+    for path in of_attempt(run_dir / "failures", attempt).glob("rank*.json"):
         with suppress(OSError, ValidationError):
             report = FailureReport.model_validate_json(path.read_text(encoding="utf-8"))
             if report.time >= since:

@@ -17,9 +17,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
-from fourfold.launch.failure import FailureReport, describe, in_order, is_secondary, report_path
+from fourfold.launch.failure import (
+    FailureReport,
+    describe,
+    in_order,
+    is_secondary,
+    of_attempt,
+    report_path,
+)
+from fourfold.launch.processes import LAUNCHER
 from fourfold.launch.pulse import START, Pulse
 from fourfold.launch.rank import ATTEMPT, Rank
+from fourfold.record.aloud import say
 from fourfold.record.writer import write_json
 from fourfold.spec.errors import EXIT_BUG, EXIT_KILLED_BASE, EXIT_UNREADABLE, FourfoldError, Stopped
 
@@ -34,15 +43,18 @@ _STORE_S = 1.5  # for a word with the store; it may be gone, or busy in another 
 def guard(rank: Rank, store: Store | None, run_dir: Path, pulse: Pulse | None) -> Iterator[None]:
     """Run a rank's work; an exception is reported, then the process ends with the error's exit code.
 
-    The report goes to `failures/rank<r>.json`, to the store (for ranks on other machines) and, as one paragraph,
-    to stderr; under our launcher rank 0 leaves the screen to it, if the launcher can read the report. The process
-    ends at once, without the interpreter's own farewell, which would wait for collectives that can no longer
-    complete, or abort. `Stopped` (75) and SystemExit end it so, too, without a report. `stacks/rank<r>.txt` takes
-    the stacks on a crash, or when the launcher asks for them.
+    The report goes to `failures/rank<r>.json` (a later attempt's to `failures/attempt<n>/`), to the store (for ranks
+    on other machines) and, as one paragraph, to stderr; under our launcher rank 0 leaves the screen to it, if the
+    launcher can read the report. The process ends at once, without the interpreter's own farewell, which would wait
+    for collectives that can no longer complete, or abort. `Stopped` (75) and SystemExit end it so, too, without a
+    report. `stacks/rank<r>.txt` takes the stacks on a crash, or when the launcher asks for them.
+    Nothing is begun if the launcher is gone already.
     Collectives: none.
     """
+    if os.environ.pop(LAUNCHER, str(os.getppid())) != str(os.getppid()):
+        leave(EXIT_BUG)  # it died before its leash knew of this rank: nobody else would end it
     try:
-        with _stacks(run_dir / "stacks" / f"rank{rank.rank}.txt"):
+        with _stacks(of_attempt(run_dir / "stacks", rank.attempt) / f"rank{rank.rank}.txt"):
             yield
     except SystemExit as leaving:
         leave(_exit_code(leaving))
@@ -86,6 +98,7 @@ def _report(rank: Rank, pulse: Pulse | None, error: BaseException) -> FailureRep
         exit_code=code,
         time=time.time(),
         traceback="".join(traceback.format_exception(type(error), error, _from_caller(error))),
+        passing=isinstance(error, FourfoldError) and error.passing,
     )
 
 
@@ -94,8 +107,10 @@ def _tell(
 ) -> None:
     """Every place is tried; none may keep this rank from ending."""
     written = True
+    path = report_path(run_dir, rank.rank, rank.attempt)
     try:
-        write_json(report_path(run_dir, rank.rank), report)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, report)
     except OSError:
         written = False
     ours = ATTEMPT in os.environ
@@ -107,7 +122,7 @@ def _tell(
             get_error_handler().record_exception(error)
     if not (ours and written and rank.rank == 0):
         for failure in (report, *cause):
-            print(failure.headline, file=sys.stderr, flush=True)
+            say(failure.headline)
 
 
 def _exchange(rank: Rank, store: Store, report: FailureReport, wait: bool) -> list[FailureReport]:
@@ -142,7 +157,7 @@ def _exit_code(leaving: SystemExit) -> int:
     """As the interpreter takes it: None is 0, a text is printed and is 1."""
     if leaving.code is None or isinstance(leaving.code, int):
         return leaving.code or 0
-    print(leaving.code, file=sys.stderr)
+    say(str(leaving.code))
     return EXIT_BUG
 
 

@@ -2,9 +2,9 @@
 
     python -I -S leash.py < pipe-from-the-launcher
 
-Reads one process group per line; "done" ends it quietly. When the pipe closes without that word, or the
-launcher is no longer its parent, every group named is killed: ranks, and what they started. It imports nothing
-of Fourfold, so that it is up in milliseconds.
+Reads one process group per line; "-" before it lets go of a group whose number may soon be another's; "done" ends
+it quietly. When the pipe closes without that word, or the launcher is no longer its parent, every group held is
+killed: ranks, and what they started. It imports nothing of Fourfold, so that it is up in milliseconds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ def main() -> None:
             break
         if b"done" in text:
             return
-    for group in text.split():
+    held: set[bytes] = set()
+    for group in text.split():  # in order: a number may come again
+        if group.startswith(b"-"):
+            held.discard(group[1:])
+        else:
+            held.add(group)
+    for group in held:
         with suppress(OSError, ValueError):
             os.killpg(int(group), signal.SIGKILL)
 

@@ -8,33 +8,43 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
 from fourfold.launch import leash
+from fourfold.launch.stop import held
 
+LAUNCHER = "FOURFOLD_LAUNCHER"  # the process that starts a rank, by its number
 _REAP_S = 5.0  # a killed process that is still there after this is stuck in the kernel, beyond our reach
 
 
 class RankProcess:
     """One rank's process, leader of a session and process group of its own, so that all it starts ends with it."""
 
-    def __init__(self, rank: int, command: Sequence[str], env: Mapping[str, str], log: Path | None) -> None:
-        """Start it. log: where stdout and stderr go, appended; None: they pass through. OSError if it cannot start."""
+    def __init__(
+        self, rank: int, command: Sequence[str], env: Mapping[str, str], log: Path | None, holds: bool = False
+    ) -> None:
+        """Start it. log: where stdout and stderr go, appended; None: they pass through. OSError if it cannot start.
+
+        holds: the stop signals are held back in it until its `StopRequest` takes them, so that none is lost, or ends
+        it, while it imports; a program without one never gets them.
+        """
         self.rank = rank
         self.ended_at: float | None = None  # unix seconds
         output = None if log is None else os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self.log_start = 0 if output is None else os.fstat(output).st_size  # what is before it, others wrote
         try:
-            self._process = subprocess.Popen(
-                command,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+            with held() if holds else nullcontext():
+                self._process = subprocess.Popen(
+                    command,
+                    env={**env, LAUNCHER: str(os.getpid())},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
         finally:
             if output is not None:
                 os.close(output)
@@ -73,19 +83,24 @@ class Leash:
     """Context manager: the groups it holds die when this process is gone, even by SIGKILL."""
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", leash.__file__],
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # else it would keep the other end of the launcher's pipes open
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        with held():  # a signal for every process there is must not end it while it starts
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", leash.__file__],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,  # else it would keep the other end of the launcher's pipes open
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         return self
 
     def hold(self, process: RankProcess) -> None:
         """Take this one, too. A leash that is itself gone holds nothing; the ranks go on."""
         self._say(f"{process.pid}\n")
+
+    def let_go(self, process: RankProcess) -> None:
+        """This one has ended, with all that it started: its number may become another's."""
+        self._say(f"-{process.pid}\n")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -9,6 +9,7 @@ from pathlib import Path
 from fourfold.launch.failure import FailureReport
 from fourfold.spec.errors import EXIT_KILLED_BASE
 
+FAILED, RESTARTED = "# Failed: ", "# Started again since: "  # titles in failures.md
 _SIGKILL_CODE = EXIT_KILLED_BASE + signal.SIGKILL
 
 
@@ -19,10 +20,11 @@ def on_screen(failures: Sequence[FailureReport]) -> str:
     return "\n".join([*lines, "First to fail:", _paragraph(cause)])
 
 
-def in_file(failures: Sequence[FailureReport], command: Sequence[str], world: int) -> str:
-    """The text of failures.md: the cause in full with its traceback, then the others."""
+def in_file(failures: Sequence[FailureReport], command: Sequence[str], world: int, attempt: int = 0) -> str:
+    """One attempt's part of failures.md: the cause in full with its traceback, then the others."""
     cause, *others = failures
-    text = [f"# Failed: {world} ranks of `{' '.join(command)}`", "## First to fail", _quoted(cause)]
+    which = f" (attempt {attempt})" if attempt else ""
+    text = [f"{FAILED}{world} ranks of `{' '.join(command)}`{which}", "## First to fail", _quoted(cause)]
     if others:
         text += ["## After it", *(_quoted(other, with_advice=False) for other in others)]
     return "\n\n".join(text) + "\n"
@@ -65,11 +67,11 @@ def _advice(failure: FailureReport) -> tuple[str, str]:
     return "", ""
 
 
-def last_lines(path: Path, count: int = 20) -> str:
-    """The end of a rank's output; nothing if it has none."""
+def last_lines(path: Path, count: int = 20, since: int = 0) -> str:
+    """The end of a rank's output from the byte `since` on; nothing if it has none."""
     try:
         with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - 16384))
+            file.seek(max(since, path.stat().st_size - 16384))
             return "\n".join(file.read().decode(errors="replace").splitlines()[-count:])
     except OSError:
         return ""

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.launch.failure import End, FailureReport, first_failure, read_reports, report_path, signal_name
+from fourfold.launch.failure import (
+    End,
+    FailureReport,
+    first_failure,
+    of_attempt,
+    read_reports,
+    report_path,
+    signal_name,
+)
 from fourfold.launch.guard import STACK_SIGNAL
 from fourfold.launch.processes import RankProcess
 from fourfold.launch.pulse import Beat, read_pulses
@@ -16,21 +25,27 @@ from fourfold.launch.story import last_lines
 from fourfold.spec.errors import EXIT_BUG, EXIT_DONE, EXIT_KILLED_BASE, EXIT_STOPPED
 
 SETTLE_S = 3.0  # from the first bad end: time for the others to say what they saw
+KILLED_SETTLE_S = 1.0  # the same where it was killed from outside: nothing that the others saw explains it
 STALL_SHARE = 2.0  # of timeout_s: without any beat of any rank for so long, the group is stalled
 _STACKS_S = 0.5  # for a hung rank to write its stacks
 _PULSE_EVERY_S = 0.5
+# Exit codes of ranks that others end. The remaining signals are faults of a program's own, such as a reduction of
+# tensors of different shapes: there another rank's words may tell more.
+_FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, -signal.SIGQUIT}
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How a launch ended: the exit code for the caller, and the failures, the cause of the others first.
 
-    exit_code: 0, 75, that of the first failing rank, or 128+n; told: one line if a signal cut it short.
+    exit_code: 0, 75, that of the first failing rank, or 128+n; told: one line if a signal cut it short, or why the
+    ranks were not started again; restarts: how often they were.
     """
 
     exit_code: int
     failures: tuple[FailureReport, ...] = ()
     told: str = ""
+    restarts: int = 0
 
 
 class Watch:
@@ -38,8 +53,9 @@ class Watch:
 
     The rules, in this order:
     - a second signal, `SECOND_AFTER_S` or more after the first, or `grace_s` after the first: killed, 128+n;
-    - a rank that ended badly gives the others `SETTLE_S` to end by themselves; then they are killed. If all
-      that ended only lost the others in a collective, a rank still alive then is the one that hung;
+    - a rank that ended badly gives the others `SETTLE_S` to end by themselves, `KILLED_SETTLE_S` if somebody killed
+      it; then they are killed. If all that ended only lost the others in a collective, a rank still alive then is
+      the one that hung;
     - a rank that stopped with 75 gives the others `grace_s`;
     - a stall: no beat of any living rank for `STALL_SHARE` × timeout_s. The clock stands still while a living
       rank has no pulse, has not made its first beat (it imports, opens data, compiles), or is in a phase that
@@ -47,15 +63,23 @@ class Watch:
     """
 
     def __init__(
-        self, processes: Sequence[RankProcess], run_dir: Path, timeout_s: float, grace_s: float, since: float
+        self,
+        processes: Sequence[RankProcess],
+        run_dir: Path,
+        timeout_s: float,
+        grace_s: float,
+        since: float,
+        attempt: int = 0,
     ) -> None:
         self._processes = processes
         self._run_dir = run_dir
         self._timeout_s = timeout_s
         self._grace_s = grace_s
         self._since = since  # unix seconds: reports older than this are not of this start
+        self._attempt = attempt
         self._forwarded: int | None = None
-        self._bad_at: float | None = None  # monotonic seconds, as the next two
+        # When the first bad end was seen, or else the end of all; monotonic seconds, as the next two.
+        self.bad_at: float | None = None
         self._stopped_at: float | None = None
         self._changed_at = time.monotonic()
         self._looked_at = 0.0
@@ -69,12 +93,15 @@ class Watch:
             self._forwarded = signals[0][0]
             for process in self._processes:
                 process.send(self._forwarded)
+        bad = self._bad(codes)
+        if bad and self.bad_at is None:
+            self.bad_at = now
         if None not in codes.values():
             return self._conclude(codes)
         if (cut := self._cut_short(signals, now)) is not None:
             RankProcess.kill_all(self._processes)
             return cut
-        if self._must_end(codes, now):
+        if self._must_end(codes, bad, now):
             return self._conclude(codes)
         return None
 
@@ -93,16 +120,19 @@ class Watch:
         told = f"rank {slow} had not ended {self._grace_s:g} s after {signal_name(first)}, and was killed"
         return Outcome(EXIT_KILLED_BASE + first, told=told)
 
-    def _must_end(self, codes: dict[int, int | None], now: float) -> bool:
+    def _bad(self, codes: dict[int, int | None]) -> set[int]:
+        """The exit codes of ranks that ended badly: not by a signal that was passed on."""
         bad = {code for code in codes.values() if code not in (None, EXIT_DONE, EXIT_STOPPED)}
         if self._forwarded is not None:
             bad -= {-self._forwarded, EXIT_KILLED_BASE + self._forwarded}
-        if bad and self._bad_at is None:
-            self._bad_at = now
+        return {code for code in bad if code is not None}
+
+    def _must_end(self, codes: dict[int, int | None], bad: set[int], now: float) -> bool:
+        settle = KILLED_SETTLE_S if bad & _FROM_OUTSIDE else SETTLE_S
         if EXIT_STOPPED in codes.values() and self._stopped_at is None:
             self._stopped_at = now
         return (
-            (self._bad_at is not None and now - self._bad_at >= SETTLE_S)
+            (self.bad_at is not None and now - self.bad_at >= settle)
             or (self._stopped_at is not None and now - self._stopped_at >= self._grace_s)
             or self._stalled(codes, now)
         )
@@ -120,7 +150,9 @@ class Watch:
 
     def _conclude(self, codes: dict[int, int | None]) -> Outcome:
         """Say what came of it; those that still live are killed."""
-        reports = read_reports(self._run_dir, self._since)
+        if self.bad_at is None:
+            self.bad_at = time.monotonic()
+        reports = read_reports(self._run_dir, self._since, self._attempt)
         pulses = read_pulses(self._run_dir / "pulse")
         ends = [
             self._end(process, codes[process.rank], pulses.get(process.rank), reports.get(process.rank))
@@ -144,13 +176,13 @@ class Watch:
     def _end(
         self, process: RankProcess, code: int | None, beat: Beat | None, report: FailureReport | None
     ) -> End:
-        log = last_lines(log_path(self._run_dir, process.rank))
+        log = last_lines(log_path(self._run_dir, process.rank), since=process.log_start)
         return End(process.rank, code, process.ended_at or time.time(), beat, report, log)
 
     def _with_evidence(self, failure: FailureReport) -> FailureReport:
-        stacks = self._run_dir / "stacks" / f"rank{failure.rank}.txt"
+        stacks = of_attempt(self._run_dir / "stacks", self._attempt) / f"rank{failure.rank}.txt"
         log = log_path(self._run_dir, failure.rank)
-        report = report_path(self._run_dir, failure.rank)
+        report = report_path(self._run_dir, failure.rank, self._attempt)
         if failure.traceback:
             evidence = report
         elif stacks.exists() and stacks.stat().st_size:

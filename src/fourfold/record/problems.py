@@ -13,10 +13,13 @@ _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 def unwritable(path: Path, error: OSError, what: str, kept: str) -> DataError:
     """A file that cannot be written; `kept` says what of it is safe."""
+    place = path.parent
+    while place.name.startswith("."):  # a folder of a save, which is removed when it fails
+        place = place.parent
     if error.errno in _FULL:
-        instead = f"df -h {path.parent}  (free some space there, or --set run.dir=ANOTHER/PLACE)"
+        instead = f"df -h {place}  (free some space there, or --set run.dir=ANOTHER/PLACE)"
     elif error.errno in _FORBIDDEN:
-        instead = f"ls -ld {path.parent}  (shows who may write there; or --set run.dir=ANOTHER/PLACE)"
+        instead = f"ls -ld {place}  (shows who may write there; or --set run.dir=ANOTHER/PLACE)"
     else:
         instead = "--set run.dir=ANOTHER/PLACE"
     return DataError(

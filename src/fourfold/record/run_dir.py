@@ -77,6 +77,11 @@ class RunDir:
         return self.path / "failures"
 
     @property
+    def attempts(self) -> Path:
+        """When the ranks were started, how that ended, and why they were started again."""
+        return self.path / "attempts.jsonl"
+
+    @property
     def report_html(self) -> Path:
         """The report, for people."""
         return self.path / "report.html"

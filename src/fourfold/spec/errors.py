@@ -47,6 +47,7 @@ class FourfoldError(Exception):
 
     exit_code = EXIT_BUG
     secondary = False  # True where a rank only follows what another rank failed of
+    passing = False  # True where the same may go well when it is tried again
 
     def __init__(self, problems: Problem | Sequence[Problem]) -> None:
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)

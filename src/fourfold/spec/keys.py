@@ -220,6 +220,8 @@ def _expects(node: dict[str, Any]) -> str:
         return _number(node, "a whole number" if kind == "integer" else "a number")
     if kind == "array" and "prefixItems" in node:
         return f"a list of {len(node['prefixItems'])}, each {_expects(node['prefixItems'][0])}"
+    if kind == "array" and node.get("items", {}).get("type") == "string":
+        return "a list of texts in quotes"
     words_of = {"boolean": "true or false", "string": "text in quotes", "array": "a list of tables"}
     return words_of.get(str(kind), "a section of keys")
 

@@ -74,6 +74,11 @@ RULES: tuple[Rule, ...] = (
     Rule("betas below one", ("optimizer.betas",), rules_training.betas_below_one),
     Rule("seed of 63 bits", ("run.seed",), rules_training.seed_fits),
     Rule("run.dir named", ("run.dir",), rules_training.dir_named),
+    Rule(
+        "tensors by their whole names",
+        ("checkpoint.allow_missing", "checkpoint.allow_surplus"),
+        rules_training.tensors_named,
+    ),
     *(Rule(f"{row.key} not trained yet", (row.key,), row, "train") for row in PLANNED),
 )
 

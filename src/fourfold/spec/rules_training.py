@@ -7,6 +7,7 @@ from fourfold.spec.errors import Problem
 from fourfold.spec.model import DecoderSpec
 from fourfold.spec.rules_model import decoder_of, either, moe_of
 from fourfold.spec.spec import Spec
+from fourfold.spec.training import STATE_PARTS
 
 SEED_LIMIT = 2**63  # seeds travel as signed 64-bit integers
 
@@ -151,3 +152,17 @@ def dir_named(spec: Spec) -> Problem | None:
         why="it names no folder",
         instead=f"leave run.dir out for the next free runs/{spec.name}-<n> or --set run.dir=runs/{spec.name}",
     )
+
+
+def tensors_named(spec: Spec) -> Problem | None:
+    """A pattern without its first part would match nothing, or everything, random streams too."""
+    for key in ("allow_missing", "allow_surplus"):
+        odd = [name for name in getattr(spec.checkpoint, key) if not name.startswith(STATE_PARTS)]
+        if odd:
+            return Problem(
+                asked=f"checkpoint.{key} = {[*getattr(spec.checkpoint, key)]}",
+                found=", ".join(map(repr, odd)) + ": not of the model or the optimizer",
+                why="tensors of a checkpoint are called model.<name> and optimizer.<name>.<slot>",
+                instead=f"--set 'checkpoint.{key}=[\"model.{odd[0].lstrip('*.') or '*'}\"]'",
+            )
+    return None

@@ -10,6 +10,9 @@ from fourfold.spec.value import Value
 
 Degree = PositiveInt | Literal["auto"]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Seconds = Annotated[float, Field(ge=0.0)]
+Names = Annotated[tuple[str, ...], Field(strict=False)]  # of tensors, or patterns with * and ?
+STATE_PARTS = ("model.", "optimizer.")  # how those names begin
 
 
 class BatchSpec(Value):
@@ -59,11 +62,19 @@ class LayoutSpec(Value):
 
 
 class CheckpointSpec(Value):
-    """Saving. A signal, and the last step, save too where `every` is not 0."""
+    """Saving: after `every` steps or `every_s` seconds, whichever comes first, and then after the last step too.
 
-    every: NonNegativeInt = 0  # steps between checkpoints; 0 = none
+    A signal always saves. What the `keep` settings do not keep goes, never the newest valid one.
+    """
+
+    every: NonNegativeInt = 0  # steps between checkpoints; 0 = not by steps
+    every_s: Seconds = 0.0  # wall time between checkpoints, by rank 0's clock; 0 = not by time
     keep_last: PositiveInt = 3  # the newest so many stay
     keep_every: NonNegativeInt = 0  # those of every so many steps stay too; 0 = none
+    keep_every_s: Seconds = 0.0  # of older ones the first of every so many seconds stays too; 0 = none
+    on_error: Literal["stop", "go_on"] = "stop"  # when a save fails; the last, and a signal's, always stop
+    allow_missing: Names = ()  # tensors (model.head.*) a checkpoint need not have: they begin as in a new run
+    allow_surplus: Names = ()  # tensors of a checkpoint that the model need not have: they are left out
 
 
 class RunSpec(Value):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Literal
 
 from fourfold.data.batch import Batch
+from fourfold.data.source import Sources
 from fourfold.launch.rank import Joined
 from fourfold.launch.stop import StopRequest
 from fourfold.plan.run_plan import RunPlan
 from fourfold.record.run_dir import RunDir
 from fourfold.train.bundle import keeping_bundle
 from fourfold.train.checks import check_step
+from fourfold.train.observe import untouched
 from fourfold.train.recorder import Recorder
-from fourfold.train.saving import load_state, save_state
+from fourfold.train.saver import Saver
 from fourfold.train.setup import Beat, Training, open_training
 from fourfold.train.step import accumulate, agree_totals, clip, update
 from fourfold.train.validation import validate
@@ -22,31 +23,46 @@ from fourfold.train.validation import validate
 Ending = Literal["finished", "stopped"]
 
 
-def train(plan: RunPlan, joined: Joined, run: RunDir, stop: StopRequest, beat: Beat) -> Ending:
+def train(
+    plan: RunPlan,
+    joined: Joined,
+    run: RunDir,
+    stop: StopRequest,
+    beat: Beat,
+    sources: Sources | None = None,
+) -> Ending:
     """Train as planned, on this rank; every rank of the world calls it with the same plan.
 
+    sources: opened data in place of the Spec's own.
     Collectives of a step: one tiny sum before its first backward, the gradients' reduction in its last.
-    Raises CheckFailed for a failed check, DataError for data or records, what torch raises when a peer is gone.
+    Raises CheckFailed for a failed check, DataError for data, records or a save without which the run cannot end or
+    go on, what torch raises when a peer is gone.
     """
-    with open_training(plan.spec, joined, beat=beat) as training, Recorder(training, plan, run) as record:
+    with (
+        open_training(plan.spec, joined, sources=sources, beat=beat) as training,
+        Recorder(training, plan, run, stop) as record,
+    ):
         warm_up(training)
-        first = load_state(training, Path(plan.resume_from)) if plan.resume_from else 0
+        saver = Saver(training, run, record)
+        first = saver.restore(plan.resume_from)
         record.started(first)
+        if first and not evaluate(training, first - 1, record, stop):
+            return record.ended("stopped", first - 1)
         for step, batches in steps(training, first):
             with keeping_bundle(training, run, step, batches):
-                pending = agree_totals(batches, stop.requested)
+                pending = agree_totals(batches, stop.requested, saver.time_is_up())
                 pair, totals = accumulate(training, batches, pending)
                 norm = clip(training)
                 check_step(training, batches, pair, norm)
                 rate = update(training, step)
-            saving = save_is_due(training, step, totals.stop)
-            record.step(step, batches, pair, norm, rate, totals, saving)
-            if saving:
-                record.saved(step, save_state(training, run, step, batches))
-            if totals.stop:
+            record.step(step, batches, pair, norm, rate, totals)
+            if saver.is_due(step, totals):
+                saver.save(step, batches, stopping=totals.stop)
+            if totals.stop and step + 1 < plan.steps:
                 return record.ended("stopped", step)
-            if validation_is_due(training, step):
-                record.validation(step, validate(training, step))
+            if not evaluate(training, step, record, stop):
+                saver.save(step, batches, stopping=True)
+                return record.ended("stopped", step)
         return record.ended("finished", plan.steps - 1)
 
 
@@ -61,23 +77,20 @@ def steps(training: Training, first: int) -> Iterator[tuple[int, Sequence[Batch]
 def warm_up(training: Training) -> None:
     """One mock batch, the largest the loader can give: what is too large, or takes no part, shows before step 1.
 
-    It leaves nothing behind: gradients are dropped, buffers (running statistics) put back.
+    It leaves nothing behind: gradients are dropped, buffers (running statistics) and random streams put back.
     """
     batch = training.loader.mock()
-    before = [(buffer, buffer.clone()) for buffer in training.model.buffers()]
-    accumulate(training, [batch], agree_totals([batch], stop_requested=False))
-    for buffer, value in before:
-        buffer.copy_(value)
+    with untouched(training):
+        accumulate(training, [batch], agree_totals([batch], stop_requested=False))
     training.optimizer.zero_grad(set_to_none=True)
 
 
-def save_is_due(training: Training, step: int, stopping: bool) -> bool:
-    """After every `checkpoint.every` steps, after the last, and before a stop; never where `every` is 0."""
-    every = training.spec.checkpoint.every
-    return every > 0 and (stopping or step + 1 == training.spec.run.steps or (step + 1) % every == 0)
-
-
-def validation_is_due(training: Training, step: int) -> bool:
-    """After every `run.validate_every` steps, and after the last."""
+def evaluate(training: Training, step: int, record: Recorder, stop: StopRequest) -> bool:
+    """The validation after `step`, if one is due; False if a signal broke it off, and then nothing is recorded."""
     run = training.spec.run
-    return step + 1 == run.steps or (run.validate_every > 0 and (step + 1) % run.validate_every == 0)
+    if step + 1 == run.steps or (run.validate_every > 0 and (step + 1) % run.validate_every == 0):
+        result = validate(training, step, stop)
+        if result == "broken off":
+            return False
+        record.validation(step, result)
+    return True

@@ -6,7 +6,9 @@ python -m fourfold.train.rank RUN_DIR     (started by `fourfold train`; the plan
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
@@ -18,8 +20,10 @@ from fourfold.launch.pulse import Pulse
 from fourfold.launch.rank import Joined, Rank, join
 from fourfold.launch.stop import StopRequest
 from fourfold.plan.run_plan import RunPlan
+from fourfold.record.aloud import say
 from fourfold.record.lock import locked
 from fourfold.record.run_dir import RunDir
+from fourfold.record.writer import JsonLines
 from fourfold.spec.errors import EXIT_DONE, EXIT_STOPPED, FourfoldError, Problem, SpecError
 from fourfold.train.loop import train
 from fourfold.train.resume import GoingOn, reopen_run
@@ -33,22 +37,23 @@ def run_rank(plan: RunPlan, rank: Rank, run: RunDir) -> NoReturn:
 
     run: claimed and locked by the launcher. Collectives: those of `train.loop.train`.
     """
-    with (
-        StopRequest() as stop,
-        guard(rank, None, run.path, None),
-        join(rank, plan.spec.hardware.device, plan.spec.run.timeout_s) as joined,
-    ):
-        code = _train_guarded(plan, joined, run, stop)
-    leave(code)
+    with StopRequest() as stop:  # to the very end: a signal must not kill what has ended in good order
+        with (
+            guard(rank, None, run.path, None),
+            join(rank, plan.spec.hardware.device, plan.spec.run.timeout_s) as joined,
+        ):
+            code = _train_guarded(plan, joined, run, stop)
+        leave(code)
 
 
-def run_under_torchrun(plan: RunPlan, rank: Rank, going_on: GoingOn | None, text: str) -> NoReturn:
+def run_under_torchrun(
+    plan: RunPlan, rank: Rank, going_on: GoingOn | None, text: str, stop: StopRequest
+) -> NoReturn:
     """The same where no launcher of ours is: rank 0 claims the run directory, or goes on with it, and locks it.
 
-    text: the TOML asked with, kept in a new run. Its name goes to the others through the store.
+    text: the TOML asked with, kept in a new run. Its name goes to the others through the store. stop: entered.
     """
     with (
-        StopRequest() as stop,
         ExitStack() as held,
         join(rank, plan.spec.hardware.device, plan.spec.run.timeout_s) as joined,
     ):
@@ -62,12 +67,20 @@ def _train_guarded(plan: RunPlan, joined: Joined, run: RunDir, stop: StopRequest
     pulse = Pulse(run.path / "pulse", joined.rank.rank)
     with guard(joined.rank, joined.store, run.path, pulse):
         pulse.beat(0, LONG_PHASE, patient=True)
+        _note_attempt(joined.rank, run)
         try:
             ending = train(plan, joined, run, stop, pulse.beat)
         except SystemExit as leaving:  # never ours: with code 0 it would pass for a finished run
             raise FourfoldError(_left(leaving)) from leaving
     pulse.close()
     return EXIT_DONE if ending == "finished" else EXIT_STOPPED
+
+
+def _note_attempt(rank: Rank, run: RunDir) -> None:
+    """What follows in this rank's events is of this attempt."""
+    with JsonLines(run.events(rank.rank)) as events:
+        values = {"kind": "joined", "attempt": rank.attempt, "pid": os.getpid()}
+        events.write({"t": time.time(), "rank": rank.rank, "step": 0, **values})
 
 
 def _left(leaving: SystemExit) -> Problem:
@@ -95,7 +108,7 @@ def _agree_on_run(
             dist.destroy_process_group()  # every rank ends here, in the same way
             raise
         joined.store.set(key, json.dumps({"path": str(run.path.absolute())}))
-        print(f"run directory {run.path}", file=sys.stderr, flush=True)
+        say(f"run directory {run.path}")
         return run
     told = json.loads(joined.store.get(key))
     if "error" in told:

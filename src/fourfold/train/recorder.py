@@ -11,17 +11,19 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from fourfold.checkpoint.retention import execute, plan_prune
-from fourfold.checkpoint.validate import read_manifest
+from fourfold.checkpoint.save import NotSaved
 from fourfold.data.batch import Batch
+from fourfold.launch.stop import StopRequest
 from fourfold.parallel.data_parallel import mixes_rows
 from fourfold.plan.run_plan import RunPlan
-from fourfold.record.rewind import keep_lines_until
+from fourfold.record.rewind import START, Mark, Marker
 from fourfold.record.run_dir import RunDir
 from fourfold.record.writer import JsonLines
 from fourfold.spec.errors import DataError
 from fourfold.train.meter import Meter
+from fourfold.train.saving import Restored
 from fourfold.train.setup import Training
+from fourfold.train.state import unsaved
 from fourfold.train.step import LossPair, Totals
 from fourfold.train.story import Story
 from fourfold.train.validation import ValidationResult
@@ -30,16 +32,20 @@ from fourfold.train.validation import ValidationResult
 class Recorder:
     """One writer for a rank's share of the run directory."""
 
-    def __init__(self, training: Training, plan: RunPlan, run: RunDir) -> None:
+    def __init__(
+        self, training: Training, plan: RunPlan, run: RunDir, stop: StopRequest | None = None
+    ) -> None:
+        """stop: this rank's request to stop; when what came of it is told at the end."""
         self._training = training
         self._plan = plan
         self._run = run
         self._rank = training.joined.rank.rank
+        self._marker = Marker(run.metrics)
+        self._stop = stop or StopRequest()
+        self._stopping: list[str] = []  # what was done, how long after the signal
+        self._slowest_s = training.spec.run.grace_s / 2  # a save may take so long without a word
 
     def __enter__(self) -> Recorder:
-        if self._rank == 0 and self._plan.resume_from:
-            # What was written after the checkpoint is written again, from it.
-            keep_lines_until(self._run.metrics, read_manifest(Path(self._plan.resume_from)).step)
         self._events = JsonLines(self._run.events(self._rank))
         self._metrics = JsonLines(self._run.metrics) if self._rank == 0 else None
         self._story = Story(self._run.log, speaks=self._rank == 0)
@@ -67,8 +73,8 @@ class Recorder:
         self._event(
             "start", first, pid=os.getpid(), world=training.joined.rank.world, device=str(training.device)
         )
-        for note in (*self._plan.notes, *training.sources.notes, *_mixing(training)):
-            self._story.say(f"note: {note}")
+        for note in (*self._plan.notes, *training.sources.notes, *_mixing(training), *_unsaved(training)):
+            self.note(note)
         per_epoch, world = training.schedule.steps_per_epoch, training.joined.rank.world
         self._story.say(
             f"{self._plan.steps} steps of {training.spec.batch.global_batch} samples on "
@@ -78,16 +84,54 @@ class Recorder:
             self._story.say(f"goes on after step {first}, from {self._plan.resume_from}")
         self._meter.restart_clock()
 
-    def saved(self, step: int, folder: Path) -> None:
-        """A checkpoint was published after `step` (from 0); older ones go as the Spec says."""
-        self._event("saved", step + 1, checkpoint=folder.name)
-        if self._rank == 0:
-            keep = self._training.spec.checkpoint
-            try:
-                execute(plan_prune(folder.parent, keep.keep_last, keep.keep_every))
-            except DataError as error:  # what cannot be removed costs room, not the run
-                self._story.say(f"note: {error}")
-        self._story.progress(f"step {step + 1}/{self._plan.steps}  saved {folder}")
+    def restored(self, restored: Restored) -> None:
+        """A checkpoint was put back: metrics after it are taken back, as they will be written again."""
+        if self._metrics is not None and not self._marker.cut_back(restored.metrics):
+            self.note(f"{self._run.metrics} is gone: it begins again after step {restored.step}")
+        leave = restored.allowed
+        if any(leave):
+            self._event("allowed", restored.step, **leave._asdict())
+            for names, said in (
+                (leave.initial, "not in the checkpoint, and begins as in a new run"),
+                (leave.left_out, "in the checkpoint, and left out"),
+                (leave.unused, "matches no tensor that is missing or left over"),
+            ):
+                for name in names:
+                    self.note(f"{name}: {said}")
+        if leave.another_model:
+            self.note("the last batch's loss was not held against the saved one: the model is another")
+
+    def mark(self) -> Mark:
+        """Write down every step so far, to disk; up to where the metrics belong to them (rank 0 has them).
+
+        Collectives: those of `Meter.flush`.
+        """
+        self._meter.flush()
+        return START if self._metrics is None else self._marker.mark()
+
+    def saved(self, step: int, folder: Path, seconds: float) -> None:
+        """A checkpoint was published after `step` (from 0); it took so long."""
+        self._meter.leave_out(seconds)
+        self._event("saved", step + 1, checkpoint=folder.name, seconds=seconds)
+        self._story.progress(f"step {step + 1}/{self._plan.steps}  saved {folder} in {seconds:.1f} s")
+        if self._stop.requested:
+            self._stopping.append(f"saved after {self._stop.waited_s:.1f} s")
+        if seconds > self._slowest_s:
+            self._slowest_s = 1.5 * seconds
+            grace_s = self._training.spec.run.grace_s
+            self.note(
+                f"saving took {seconds:.1f} s. At a signal the last microbatches and the save must be done within "
+                f"run.grace_s, which is {grace_s:g}, and within the grace of what starts this run (see docs/signals.md)"
+            )
+
+    def not_saved(self, step: int, error: NotSaved) -> None:
+        """The state after `step` (from 0) could not be saved, and the run goes on."""
+        self._event("not_saved", step + 1, error=str(error))
+        self._story.say(f"step {step + 1}/{self._plan.steps}  not saved, and the run goes on:\n{error}")
+
+    def note(self, text: str) -> None:
+        """Something a person should know."""
+        self._story.say(f"note: {text}")
 
     def step(
         self,
@@ -97,13 +141,13 @@ class Recorder:
         norm: Tensor,
         rate: float,
         totals: Totals,
-        saving: bool = False,
     ) -> None:
-        """One finished step (from 0); every `run.log_every` steps, and before a save, the metrics are written."""
+        """One finished step (from 0); every `run.log_every` steps the metrics are written."""
         ids = [sample for batch in batches for sample in batch.sample_ids.tolist()]
         self._event("step", step + 1, epoch=batches[0].epoch, sample_ids=ids)
         self._meter.add(step, batches, pair, norm, rate, totals)
-        last = step + 1 == self._plan.steps or totals.stop or saving
+        self._stopping = [f"the ranks agreed after {self._stop.waited_s:.1f} s"] if totals.stop else []
+        last = step + 1 == self._plan.steps or totals.stop
         due = last or (step + 1) % self._training.spec.run.log_every == 0
         text = f"step {step + 1}/{self._plan.steps}"
         if due:
@@ -140,7 +184,11 @@ class Recorder:
         """The run ends in good order after `step` (from 0)."""
         self._event("end", step + 1, ending=ending)
         if ending == "stopped":
-            self._story.say(f"stopped by a signal after step {step + 1}")
+            told = f"stopped by a signal after step {step + 1}"
+            if self._stop.signal is not None:  # else another rank has it, and knows when it came
+                told += "".join(f", {done}" for done in self._stopping)
+                told += f"; run.grace_s gives {self._training.spec.run.grace_s:g} s to the end of every rank"
+            self._story.say(told)
         return ending
 
     def _event(self, kind: str, step: int, **values: Any) -> None:
@@ -154,4 +202,14 @@ def _mixing(training: Training) -> tuple[str, ...]:
     return (
         f"{', '.join(names)} take statistics over one microbatch: the result depends on how the batch is cut "
         "(layer or group norms do not)",
+    )
+
+
+def _unsaved(training: Training) -> tuple[str, ...]:
+    names = unsaved(training)
+    if not names:
+        return ()
+    return (
+        f"{', '.join(names)} keep state that is no tensor (get_extra_state): a checkpoint does not hold it, so that a "
+        "resumed run may be another (a buffer would be held)",
     )

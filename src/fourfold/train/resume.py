@@ -1,16 +1,24 @@
-"""Whether a run goes on from a checkpoint, from which one, and why not from a newer: decided before anything starts."""
+"""Whether a run goes on from a checkpoint, from which one, and why not from a newer: decided while no rank lives."""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from fourfold.checkpoint.choose import Choice, newest_valid
+from fourfold.checkpoint.choose import Choice, PassedOver, look, newest_valid
+from fourfold.checkpoint.hold import in_use
+from fourfold.checkpoint.publish import discard, try_out
+from fourfold.launch.restarts import Point
 from fourfold.plan.run_plan import RunPlan
+from fourfold.record.environment import environment
 from fourfold.record.problems import unwritable
-from fourfold.record.reader import RunReader
+from fourfold.record.reader import RunReader, read_lines
+from fourfold.record.rewind import keep_lines_until
 from fourfold.record.run_dir import RunDir
 from fourfold.record.writer import write_json
 from fourfold.spec.errors import DataError, Problem, SpecError
@@ -29,8 +37,13 @@ FREE = frozenset(
         "run.timeout_s",
         "run.grace_s",
         "checkpoint.every",
+        "checkpoint.every_s",
         "checkpoint.keep_last",
         "checkpoint.keep_every",
+        "checkpoint.keep_every_s",
+        "checkpoint.on_error",
+        "checkpoint.allow_missing",
+        "checkpoint.allow_surplus",
         "data.workers",
     ]
 )
@@ -38,17 +51,26 @@ FREE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class GoingOn:
-    """A run that goes on: its plan from here, its directory, and the checkpoint that was chosen."""
+    """A run that goes on: its plan from here, its directory, and the checkpoint that was chosen, if it has any."""
 
     plan: RunPlan
     run: RunDir
     choice: Choice
 
+    @property
+    def told(self) -> str:
+        """In words, from where."""
+        if self.choice.path is None:
+            return f"begins anew in {self.run.path}: no checkpoint was saved yet"
+        return f"goes on from {self.choice.path}"
+
 
 def resumed(plan: RunPlan, resume: Resume) -> GoingOn | None:
     """The plan that goes on from the newest valid checkpoint of `run.dir`; None if the run begins anew.
 
-    "never": always anew. "auto": anew where the directory does not exist. "must": a checkpoint, or DataError.
+    "never": always anew. "must": a checkpoint, or DataError. "auto": anew where the directory does not exist, or its
+    start was killed before it held the request (what there is of it is removed); in the same directory if it was
+    killed before its first save.
     Raises SpecError for a directory of another run, naming every setting that differs; DataError for a run without a
     valid checkpoint.
     """
@@ -65,7 +87,7 @@ def resumed(plan: RunPlan, resume: Resume) -> GoingOn | None:
             )
         )
     run = RunDir(Path(wanted))
-    if not run.path.exists() and resume == "auto":
+    if resume == "auto" and (_cleared(run) or not run.path.exists()):
         return None
     differing = _differences(
         RunReader(run.path).spec().model_dump(mode="json"), plan.spec.model_dump(mode="json")
@@ -73,18 +95,25 @@ def resumed(plan: RunPlan, resume: Resume) -> GoingOn | None:
     if differing:
         raise SpecError([_differs(run, *difference) for difference in differing])
     choice = newest_valid(run.checkpoints)
-    if choice.path is None:
-        raise DataError(_none(run, choice))
-    return GoingOn(plan.model_copy(update={"resume_from": str(choice.path)}), run, choice)
+    if choice.path is None and not (resume == "auto" and _may_begin_anew(plan, run, choice)):
+        raise DataError(_none(run, choice.passed_over))
+    resume_from = None if choice.path is None else str(choice.path)
+    return GoingOn(plan.model_copy(update={"resume_from": resume_from}), run, choice)
 
 
 def reopen_run(plan: RunPlan, run: RunDir, choice: Choice) -> None:
     """Write the new plan into the run's directory; the request of the first start stays.
 
-    Damaged checkpoints that were passed over are set aside under another name, whole, so that the run can save those
-    steps again.
+    If the run begins anew, the metrics do, too. Damaged checkpoints that were passed over are set aside under another
+    name, whole, so that the run can save those steps again. Raises DataError where no checkpoint could be saved, or
+    nothing written.
     """
+    try_out(run.checkpoints)
     write_json(run.plan_json, plan)
+    if not run.env_json.exists():  # the first start was killed before it had written it
+        write_json(run.env_json, environment())
+    if plan.resume_from is None:
+        keep_lines_until(run.metrics, 0)
     for path, _ in choice.passed_over:
         if path.name.startswith("step-") and path.is_dir():
             aside = path.with_name(f".damaged-{path.name}-{uuid.uuid4().hex[:8]}")
@@ -94,6 +123,69 @@ def reopen_run(plan: RunPlan, run: RunDir, choice: Choice) -> None:
                 raise unwritable(
                     path, error, "set the damaged checkpoint aside", "it is as it was"
                 ) from error
+
+
+def next_point(plan: RunPlan, run: RunDir) -> Point:
+    """Where the run goes on when its ranks have failed: after its newest valid checkpoint, or anew if it saved none.
+
+    Raises DataError where something was saved, and nothing of it is whole.
+    """
+    choice = newest_valid(run.checkpoints)
+    if choice.path is None and _was_saved(run, choice):
+        raise DataError(_none(run, choice.passed_over))
+    if choice.path is None:
+        told = "begins anew: no checkpoint was saved yet"
+    else:
+        told = f"goes on after step {choice.step}, from {choice.path}"
+    for path, reason in choice.passed_over:
+        if path.name.startswith("step-"):
+            told += f" (passed over {path}: {reason})"
+    return Point(choice.step or 0, told, partial(_go_back, plan, run, choice))
+
+
+def _go_back(plan: RunPlan, run: RunDir, choice: Choice) -> None:
+    """Make the run's directory ready for ranks that go on from what was chosen. No rank of it lives."""
+    resume_from = None if choice.path is None else str(choice.path)
+    reopen_run(plan.model_copy(update={"resume_from": resume_from}), run, choice)
+    for folder in look(run.checkpoints).saving:
+        if not in_use(folder):
+            discard(folder)
+
+
+def _cleared(run: RunDir) -> bool:
+    """Whether this was the directory of a start that was killed before the request was in it; it is removed then."""
+    if run.is_run or not run.path.is_dir():
+        return False
+    remains = list(run.path.iterdir())
+    of_a_start = (run.spec_toml.name, f".{run.spec_toml.name}.", f".{run.spec_json.name}.")
+    if not all(path.name.startswith(of_a_start) for path in remains):
+        return False  # somebody's own directory
+    try:
+        for path in remains:
+            path.unlink(missing_ok=True)  # under torchrun every rank is at it
+        with suppress(FileNotFoundError):
+            run.path.rmdir()
+    except OSError as error:
+        raise unwritable(run.path, error, "remove what a killed start left", "it holds no run yet") from error
+    return True
+
+
+def _may_begin_anew(plan: RunPlan, run: RunDir, choice: Choice) -> bool:
+    """Whether nothing is lost by that: no save ever succeeded, and either none was due yet or no step was done."""
+    if _was_saved(run, choice):
+        return False
+    asked = plan.spec.checkpoint
+    return asked.every > 0 or asked.every_s > 0 or not any(True for _ in _lines(run.metrics))
+
+
+def _was_saved(run: RunDir, choice: Choice) -> bool:
+    """Whether a save ever succeeded; where nothing was chosen it is damaged now, or somebody took it away."""
+    there = any(passed.path.name.startswith("step-") for passed in choice.passed_over)
+    return there or any(line.get("kind") == "saved" for line in _lines(run.events(0)))
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    return read_lines(path) if path.exists() else iter(())
 
 
 def _differences(before: Any, after: Any, at: str = "") -> list[tuple[str, Any, Any]]:
@@ -115,8 +207,8 @@ def _differs(run: RunDir, key: str, before: Any, after: Any) -> Problem:
     )
 
 
-def _none(run: RunDir, choice: Choice) -> Problem:
-    passed = "; ".join(f"{path.name}: {reason}" for path, reason in choice.passed_over)
+def _none(run: RunDir, passed_over: Sequence[PassedOver]) -> Problem:
+    passed = "; ".join(f"{path.name}: {reason}" for path, reason in passed_over)
     return Problem(
         asked=f"go on with {run.path}",
         found=passed or "no checkpoint in it",

@@ -3,31 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
+from pydantic import ValidationError
 
-from fourfold.checkpoint.load import load
-from fourfold.checkpoint.manifest import Manifest
+from fourfold.checkpoint.load import load, open_together
+from fourfold.checkpoint.manifest import STATE, Manifest
+from fourfold.checkpoint.problems import damaged
 from fourfold.checkpoint.save import SaveFacts, save
-from fourfold.checkpoint.validate import read_manifest
 from fourfold.collectives.sums import sum_floats
 from fourfold.data.batch import Batch
+from fourfold.record.rewind import Mark
 from fourfold.record.run_dir import RunDir
-from fourfold.spec.errors import CheckFailed, Problem
+from fourfold.spec.errors import CheckFailed, DataError, Problem
+from fourfold.train.allowed import Allowed, allowed
+from fourfold.train.observe import observing
 from fourfold.train.precision import autocast
 from fourfold.train.setup import Training
-from fourfold.train.state import make_room, tensors_of
+from fourfold.train.state import PlainState, make_room, never_updated, tensors_of
 from fourfold.train.streams import restore_streams
 
 
-def save_state(training: Training, run: RunDir, step: int, batches: Sequence[Batch]) -> Path:
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What was put back. step: the next one, from 0; metrics: up to where the record belongs to it."""
+
+    step: int
+    metrics: Mark
+    allowed: Allowed
+
+
+def save_state(training: Training, run: RunDir, step: int, batches: Sequence[Batch], metrics: Mark) -> Path:
     """Save the run as it is after `step` (from 0), whose microbatches on this rank are `batches`.
 
     The loss of that batch under the saved parameters goes with it: `load_state` holds it against its own.
-    Collectives: those of `checkpoint.save`, and one small sum.
-    Raises DataError on every rank if any rank could not write.
+    metrics: the end of the record so far; rank 0's counts.
+    Collectives: those of `checkpoint.save`, of `observing`, and one small sum. No rank holds more of the state than
+    its own; what is not contiguous passes through a buffer of a few MiB.
+    Raises NotSaved on every rank if any rank could not write.
     """
     spec = training.spec
     training.beat(step + 1, "save", True)
@@ -38,31 +55,73 @@ def save_state(training: Training, run: RunDir, step: int, batches: Sequence[Bat
         spec_hash=str(xxhash.xxh3_128_hexdigest(spec.model_dump_json().encode())),
         data_hash=training.sources.content_hash,
     )
-    state = {"spec": spec.model_dump(mode="json"), "probe_loss": _probe_loss(training, batches).hex()}
-    return save(tensors_of(training), state, run.checkpoints, facts)
+    state = PlainState(
+        spec=spec.model_dump(mode="json"),
+        probe_loss=_probe_loss(training, batches).hex(),
+        metrics=metrics,
+        never_updated=never_updated(training),
+    )
+    return save(tensors_of(training), state.model_dump(mode="json"), run.checkpoints, facts)
 
 
-def load_state(training: Training, folder: Path) -> int:
-    """Put a checkpoint's state back; returns the step (from 0) that comes next.
+def load_state(training: Training, folder: Path) -> Restored:
+    """Put a checkpoint's state back.
 
-    Collectives: those of `checkpoint.load`, and one small sum.
-    Raises DataError for a checkpoint that cannot be read or holds other entries, CheckFailed if the last batch's loss
-    is not, bit for bit, the one that was saved.
+    Collectives: those of `open_together`, of `checkpoint.load` and of `observing`, and one small sum.
+    Raises DataError for a checkpoint that cannot be read, is of other data or of another world, or holds other entries
+    than the Spec allows; CheckFailed if the last batch's loss is not, bit for bit, the one that was saved.
     """
-    manifest = read_manifest(folder)
+    manifest, told = open_together(folder)
+    state = _plain_state(folder, told)
+    _check_run(training, manifest, folder)
     rank = training.joined.rank.rank
-    others = [
+    others = {
         name for name in manifest.tensors if name.startswith("rank") and not name.startswith(f"rank{rank}.")
-    ]
-    tensors = make_room(training, manifest.tensors)
-    state = load(folder, tensors, allow_surplus=others)
+    }
+    tensors = make_room(training, manifest.tensors, state.never_updated)
+    leave = allowed(training.spec.checkpoint, manifest.tensors.keys() - others, tensors)
+    load(folder, tensors, allow_missing=leave.initial, allow_surplus=[*others, *leave.left_out])
+    batches = next(training.loader.steps(manifest.step - 1, manifest.step))
     restore_streams(rank, tensors)
-    _check_probe(training, manifest, float.fromhex(state["probe_loss"]), folder)
-    return manifest.step
+    if not leave.another_model:
+        _check_probe(float.fromhex(state.probe_loss), _probe_loss(training, batches), manifest, folder)
+    return Restored(manifest.step, state.metrics, leave)
 
 
-def _check_probe(training: Training, manifest: Manifest, saved: float, folder: Path) -> None:
-    found = _probe_loss(training, next(training.loader.steps(manifest.step - 1, manifest.step)))
+def _plain_state(folder: Path, told: dict[str, Any]) -> PlainState:
+    try:
+        return PlainState.model_validate(told)
+    except ValidationError as error:
+        found = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        why = "it was saved by another program, or by a Fourfold that kept other things"
+        raise DataError(damaged(folder, STATE, found, why)) from error
+
+
+def _check_run(training: Training, manifest: Manifest, folder: Path) -> None:
+    """As many ranks, the same data, and the same place in them."""
+    world = training.joined.rank.world
+    if manifest.world != world:
+        raise DataError(
+            Problem(
+                asked=f"go on from {folder} on {world} ranks",
+                found=f"it was saved by {manifest.world}",
+                why="each rank goes on with its own random streams and its own part of every batch",
+                instead=f"--nproc {manifest.world}",
+            )
+        )
+    here = training.sources.content_hash, training.schedule.position(manifest.step)
+    if here != (manifest.data_hash, manifest.position):
+        raise DataError(
+            Problem(
+                asked=f"go on after {manifest.position:,} samples of data with hash {manifest.data_hash}",
+                found=f"data with hash {here[0]}, of which {here[1]:,} come before step {manifest.step + 1}",
+                why=f"{folder.name} was saved in a run over other data: its samples have other numbers here",
+                instead="the files of that time at the Spec's data.path, or another run.dir",
+            )
+        )
+
+
+def _check_probe(saved: float, found: float, manifest: Manifest, folder: Path) -> None:
     if found != saved:
         raise CheckFailed(
             Problem(
@@ -74,17 +133,13 @@ def _check_probe(training: Training, manifest: Manifest, saved: float, folder: P
         )
 
 
-@torch.no_grad()
 def _probe_loss(training: Training, batches: Sequence[Batch]) -> float:
     """Global loss sum of these microbatches under the present parameters, dropout off: nothing is changed by it."""
     float_dtype = training.dtype if training.dtype is torch.float64 else None
     total = torch.zeros(1, dtype=torch.float64, device=training.device)
-    training.model.eval()
-    try:
+    with observing(training):
         for batch in batches:
             with autocast(training.spec.precision, training.device):
                 loss_sum, _ = training.loss_module(batch.to(training.device, float_dtype))
             total += loss_sum.double()
-    finally:
-        training.model.train()
     return float(sum_floats(total)[0])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fourfold.checkpoint.validate import read_manifest
 from fourfold.data.source import require_paths
 from fourfold.plan.run_plan import RunPlan
 from fourfold.record.environment import environment
@@ -13,6 +15,7 @@ from fourfold.record.run_dir import RunDir, claim, claim_next
 from fourfold.record.writer import write_json, write_request
 
 if TYPE_CHECKING:
+    from fourfold.launch.stop import StopRequest
     from fourfold.launch.watch import Outcome
 
 RUNS = Path("runs")
@@ -35,10 +38,17 @@ def open_run(plan: RunPlan, text: str) -> RunDir:
     return run
 
 
-def start(plan: RunPlan, run: RunDir) -> Outcome:
-    """Run the plan's ranks on this machine to their end; how they ended, failures told on stderr."""
-    from fourfold.launch.agent import Launch, launch
+def start(plan: RunPlan, run: RunDir, stop: StopRequest | None = None, max_restarts: int = 0) -> Outcome:
+    """Run the plan's ranks on this machine to their end; how they ended, failures told on stderr.
 
+    stop: a wish to stop that may have come already; it is the ranks' own then. max_restarts: how many times in a row
+    ranks that failed are started again without a newer checkpoint than before.
+    """
+    from fourfold.launch.agent import Launch, launch
+    from fourfold.launch.restarts import Restarts
+    from fourfold.train.resume import next_point
+
+    done = read_manifest(Path(plan.resume_from)).step if plan.resume_from else 0
     return launch(
         Launch(
             command=(sys.executable, "-m", "fourfold.train.rank", str(run.path)),
@@ -48,5 +58,8 @@ def start(plan: RunPlan, run: RunDir) -> Outcome:
             grace_s=plan.spec.run.grace_s,
             threads_per_rank=plan.spec.hardware.threads_per_rank,
             typed=plan.command,
-        )
+            holds=True,
+            restarts=Restarts(max_restarts, partial(next_point, plan, run), done) if max_restarts else None,
+        ),
+        stop,
     )

@@ -21,10 +21,14 @@ from fourfold.train.setup import Training
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What all ranks know of a step before its first backward: valid targets, and whether a rank wants to stop."""
+    """What all ranks know of a step before its first backward.
+
+    count: valid targets. stop, save: a rank wishes the run to end, or its state to be saved, after this step.
+    """
 
     count: int
     stop: bool
+    save: bool = False
 
 
 @dataclass(slots=True)
@@ -34,8 +38,8 @@ class PendingTotals:
     _sum: PendingSum
 
     def wait(self) -> Totals:
-        count, stop = self._sum.wait()
-        return Totals(count, stop > 0)
+        count, stop, save = self._sum.wait()
+        return Totals(count, stop > 0, save > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +50,15 @@ class LossPair:
     count: Tensor
 
 
-def agree_totals(batches: Sequence[Batch], stop_requested: bool) -> PendingTotals:
-    """Start summing the step's valid targets, and the wish to stop, over ranks.
+def agree_totals(
+    batches: Sequence[Batch], stop_requested: bool, save_requested: bool = False
+) -> PendingTotals:
+    """Start summing the step's valid targets, and the wishes to stop and to save, over ranks.
 
-    Collectives: one all-reduce of two integers on the CPU, asynchronous: it runs beside the first forward.
+    Collectives: one all-reduce of three integers on the CPU, asynchronous: it runs beside the first forward.
     """
-    return PendingTotals(start_sum([sum(batch.valid_count() for batch in batches), int(stop_requested)]))
+    count = sum(batch.valid_count() for batch in batches)
+    return PendingTotals(start_sum([count, int(stop_requested), int(save_requested)]))
 
 
 def accumulate(

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from fourfold.record.aloud import say
 from fourfold.record.problems import unwritable
 
 QUIET_S = 30.0  # without a terminal, the longest silence before a line of progress
@@ -40,7 +41,7 @@ class Story:
         if self._log is None:
             return
         self._end_live_line()
-        print(text, file=sys.stderr, flush=True)
+        say(text)
         self._keep(text)
 
     def progress(self, text: str) -> None:
@@ -48,7 +49,7 @@ class Story:
         if self._log is None:
             return
         if sys.stderr.isatty():
-            print(f"\r\x1b[K{text[:79]}", end="", file=sys.stderr, flush=True)
+            say(f"\r\x1b[K{text[:79]}", end="")
             self._live = True
             self._keep(text)
         else:
@@ -72,5 +73,5 @@ class Story:
 
     def _end_live_line(self) -> None:
         if self._live:
-            print(file=sys.stderr, flush=True)
+            say("")
             self._live = False

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from fourfold.collectives.sums import sum_floats
+from fourfold.collectives.sums import start_sum, sum_floats
 from fourfold.data.loader import validation_batches
+from fourfold.launch.stop import StopRequest
+from fourfold.train.observe import observing
 from fourfold.train.precision import autocast
 from fourfold.train.setup import Training
 
@@ -26,11 +29,14 @@ class ValidationResult:
     seconds: float
 
 
-@torch.no_grad()
-def validate(training: Training, step: int) -> ValidationResult | None:
+def validate(
+    training: Training, step: int, stop: StopRequest | None = None
+) -> ValidationResult | Literal["broken off"] | None:
     """Mean loss over the validation set, with dropout off; None if there is no set.
 
-    Collectives: one all-reduce of three numbers, at the end.
+    stop: when it has come to any rank, all break off before the same batch, the second from then at the latest.
+    Collectives: one all-reduce of an integer on the CPU for each batch, asynchronous: it runs beside the forward, and
+    no rank waits for another that is less than a batch behind; one of three numbers at the end; those of `observing`.
     """
     source = training.sources.validation
     if source is None:
@@ -40,8 +46,8 @@ def validate(training: Training, step: int) -> ValidationResult | None:
     assert spec.batch.micro_batch and spec.batch.global_batch, "the Spec is not settled"
     float_dtype = training.dtype if training.dtype is torch.float64 else None
     sums = torch.zeros(3, dtype=torch.float64, device=training.device)
-    training.model.eval()
-    try:
+    wishes = start_sum([int(stop is not None and stop.requested)])
+    with observing(training):
         for batch in validation_batches(
             source,
             spec.batch.micro_batch,
@@ -51,12 +57,14 @@ def validate(training: Training, step: int) -> ValidationResult | None:
             limit=spec.run.validation_batches * spec.batch.global_batch or None,
         ):
             training.beat(step + 1, "validation")
+            if wishes.wait() != [0]:  # sent when the batch before began
+                return "broken off"
+            wishes = start_sum([int(stop is not None and stop.requested)])
             with autocast(spec.precision, training.device):
                 loss_sum, count = training.loss_module(batch.to(training.device, float_dtype))
             filled = (batch.sample_ids >= 0).sum()
             sums += torch.stack([loss_sum.double(), count.double(), filled.to(training.device).double()])
-    finally:
-        training.model.train()
+    wishes.wait()  # what came with the last batch came too late
     loss_sum, targets, samples = sum_floats(sums).tolist()
     loss = loss_sum / targets if targets else float("nan")
     return ValidationResult(loss, int(targets), int(samples), time.perf_counter() - start)

@@ -111,8 +111,12 @@ def run_coverage(path: Path, *, out: Path | None = None, command: str = "") -> d
 
 def _recorded(reader: RunReader, rank: int, schedule: BatchSchedule) -> RankLedger:
     """One rank's ledger from its events; where each id stands in the global batch is the schedule's arithmetic."""
-    # A resumed run takes the steps after its checkpoint again: what counts is what was done last.
-    by_step = {event["step"]: event["sample_ids"] for event in reader.events(rank) if event["kind"] == "step"}
+    by_step: dict[int, list[int]] = {}
+    for event in reader.events(rank):
+        if event["kind"] == "start":  # a resumed run takes back what came after its checkpoint
+            by_step = {step: ids for step, ids in by_step.items() if step <= event["step"]}
+        elif event["kind"] == "step":
+            by_step[event["step"]] = event["sample_ids"]
     ids = [by_step[step] for step in sorted(by_step)]
     width = schedule.accumulation * schedule.micro_batch
     if any(len(step) != width for step in ids) or rank >= schedule.degree:
@@ -159,4 +163,5 @@ def _other_degrees(spec: Spec, samples: int) -> Callable[[int], BatchSchedule]:
 
 
 def _ended(reader: RunReader, rank: int) -> bool:
-    return any(event["kind"] == "end" for event in reader.events(rank))
+    last = [event["kind"] for event in reader.events(rank) if event["kind"] in ("start", "end")][-1:]
+    return last == ["end"]
