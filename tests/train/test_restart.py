@@ -119,6 +119,7 @@ def test_killed_before_anything_and_killed_again_while_it_is_started_again(tmp_p
     assert summarize(run).ended == "finished"
 
 
+@pytest.mark.long
 def test_killed_while_a_checkpoint_is_published(tmp_path, undisturbed):
     run = tmp_path / "run"
     code, story = finish(restarting(run, 1, fault("dies_in_the_second_save")))
@@ -137,6 +138,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path, undisturbed):
     same(run, undisturbed)
 
 
+@pytest.mark.long
 def test_a_hung_rank_is_ended_and_all_are_started_again(tmp_path, undisturbed):
     run = tmp_path / "run"
     process = restarting(run, 1, SLOW, "run.timeout_s=3")
@@ -227,6 +229,7 @@ def test_a_directory_that_cannot_be_written_any_more_ends_it_with_the_failure(tm
     assert "rank 0 was killed by SIGKILL" in story
 
 
+@pytest.mark.long
 def test_a_stop_after_a_restart_is_a_stop(tmp_path, undisturbed):
     run = tmp_path / "run"
     process = restarting(run, 1)
@@ -241,6 +244,7 @@ def test_a_stop_after_a_restart_is_a_stop(tmp_path, undisturbed):
     same(run, undisturbed)
 
 
+@pytest.mark.long
 def test_under_torchrun_its_own_restarts_go_on_in_the_same_way(tmp_path, undisturbed):
     run = tmp_path / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -154,13 +154,15 @@ def test_auto_begins_where_there_is_nothing(tmp_path, undisturbed):
 
 def test_two_runs_on_one_directory_are_refused(tmp_path):
     run = tmp_path / "run"
-    first = go(run, sets=(SLOW,))
+    long = ("run.steps=100000", SLOW)
+    first = go(run, sets=long)
     while not list(RunDir(run).checkpoints.glob("step-*")):
         assert first.poll() is None, finish(first)
-    code, story = finish(go(run, "--resume", "must", sets=(SLOW,)))
+    code, story = finish(go(run, "--resume", "must", sets=long))
     assert code == 2
     assert f'"pid": {first.pid}' in story
-    assert finish(first)[0] == 0
+    first.send_signal(signal.SIGTERM)
+    assert finish(first)[0] == 75
 
 
 def test_a_run_under_torchrun_goes_on(tmp_path, undisturbed_slowly):

@@ -86,6 +86,7 @@ def undisturbed(tmp_path_factory):
     return run
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_signal_to_every_process_in_every_phase(tmp_path, undisturbed):
     """Each process gets each signal, and gets it again: launcher, ranks, loader workers, and what holds the leash."""
@@ -256,6 +257,7 @@ def test_nothing_is_left_of_a_killed_rank_whose_workers_wait_to_be_read(tmp_path
 FLAGS = ("--max-restarts", "0", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--shutdown-timeout", "30")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_under_torchrun_a_signal_ends_in_1_with_a_complete_checkpoint_to_go_on_from(tmp_path, undisturbed):
     run = tmp_path / "run"
