@@ -82,7 +82,7 @@ def test_no_checkpoint(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "spec.json").write_text("{}")
-    with pytest.raises(DataError, match=r"unfinished saves: 0"):
+    with pytest.raises(DataError, match=r"no checkpoint was saved in it"):
         checkpoints_at(run)
     leave_unfinished(run / "ckpt", 10)
     for place in (run, run / "ckpt"):

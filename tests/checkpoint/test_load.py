@@ -10,6 +10,7 @@ from fourfold.checkpoint.storage_reader import Needs, who_checks
 from fourfold.checkpoint.validate import read_manifest
 from fourfold.spec.errors import DataError
 from tests.checkpoint import rank_jobs
+from tests.checkpoint.example import forge
 
 SHARD = "rank00000.safetensors"
 
@@ -170,3 +171,20 @@ def test_each_file_is_checked_once_on_each_machine_that_reads_it_by_who_reads_mo
     other = Needs("n", {"g": 1})
     assert who_checks(["f", "g", "unread"], [one, two, other]) == [["g", "unread"], ["f"], ["g"]]
     assert who_checks(["f"], [Needs("m", {}), Needs("n", {})]) == [["f"], []]
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"{", "not JSON"),
+        (b"\xff", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[1]", "list, not an object"),
+    ],
+)
+def test_a_state_that_is_none_is_told_as_damage(saved, data, says):
+    """Even where the manifest was sealed over it again."""
+    (saved / STATE).write_bytes(data)
+    forge(saved, lambda body: body)
+    with pytest.raises(DataError, match=says):
+        load(saved, wanted())

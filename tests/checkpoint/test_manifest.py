@@ -101,6 +101,16 @@ def test_all_wrong_fields_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("field", "value"), [("world", 0), ("world", -3), ("created", 1e300), ("created", -1e18)]
+)
+def test_a_number_that_is_none_of_its_kind(tmp_path: Path, field: str, value: float) -> None:
+    folder = write_checkpoint(tmp_path)
+    forge(folder, lambda body: body.update({field: value}))
+    with pytest.raises(DataError, match=f"{field}: Input should be"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize(
     "name", ["../step-9/rank00000.safetensors", "/etc/passwd", "a\0b", ".x", MANIFEST, ""]
 )
 def test_a_file_that_is_not_beside_it(tmp_path: Path, name: str) -> None:

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.checkpoint import retention
-from fourfold.checkpoint.choose import newest_valid
+from fourfold.checkpoint.choose import Choice, Shelf, newest_valid
 from fourfold.checkpoint.hold import holding, in_use
-from fourfold.checkpoint.manifest import MANIFEST
+from fourfold.checkpoint.manifest import MANIFEST, STATE
 from fourfold.checkpoint.retention import PrunePlan, execute, plan_prune
 from fourfold.checkpoint.validate import validate
 from fourfold.spec.errors import DataError, SpecError
@@ -306,3 +306,46 @@ def test_pruned_after_every_save_each_span_keeps_its_first_and_nothing_else(
         left = {int(path.name.removeprefix("step-")) for path in place.iterdir()} - {10**6}
         # What was written last by a clock that went back later stays as long as it is that.
         assert wanted <= left <= wanted | {one for one in left if times[one] == max(times[: step + 1])}
+
+
+def test_what_is_saved_or_removed_meanwhile_breaks_no_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One look counts: a save that is published after it is in no plan, and a folder that is gone has no size."""
+    older, newest = write_checkpoint(tmp_path, 10), write_checkpoint(tmp_path, 20)
+    gone = write_checkpoint(tmp_path, 5, ".removing-step-00000005-abcd")
+    nested = tmp_path / "no-checkpoint"
+    (nested / "a").mkdir(parents=True)
+    keep = retention.look
+
+    def looked(ckpt_dir: Path | str) -> Shelf:
+        shelf = keep(ckpt_dir)
+        write_checkpoint(tmp_path, 30)
+        shutil.rmtree(gone)
+        shutil.rmtree(nested)
+        return shelf
+
+    monkeypatch.setattr(retention, "look", looked)
+    plan = plan_prune(tmp_path, 1)
+    assert plan.newest_valid == str(newest)
+    assert going(plan) == [gone.name, older.name]
+    assert why(plan, newest) == "stays: the newest valid one"
+    assert len(plan.folders) == 4
+    assert execute(plan) == (gone, older)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000030"]
+
+
+def test_a_damaged_one_that_is_mended_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest, damaged = write_checkpoint(tmp_path, 10), write_checkpoint(tmp_path, 20)
+    flip(damaged / STATE, 11)
+    keep = retention.newest_of
+
+    def chosen(shelf: Shelf) -> Choice:
+        choice = keep(shelf)
+        flip(damaged / STATE, 11)
+        return choice
+
+    monkeypatch.setattr(retention, "newest_of", chosen)
+    plan = plan_prune(tmp_path, 1)
+    assert plan.newest_valid == str(newest) and plan.going == ()
+    assert why(plan, damaged).startswith(f"stays: damaged: {STATE}: its hash is ")

@@ -86,6 +86,13 @@ def test_a_newer_version(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     assert "a newer Fourfold wrote this" in err and "pip install --upgrade fourfold" in err
 
 
+def test_the_last_moment_of_the_calendar(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    forge(run / "ckpt" / "10000", lambda body: body.update(created=253402300799.0))
+    assert "9999-12-31 23:59:59 UTC" in call(capsys, "inspect", run)[0]
+    forge(run / "ckpt" / "10000", lambda body: body.update(created=1e300))
+    assert "created: Input should be less than" in call(capsys, "inspect", run / "ckpt" / "10000", code=5)[1]
+
+
 def test_prune(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     leave_unfinished(run / "ckpt", 9950, age_s=1000)
     names = sorted(path.name for path in (run / "ckpt").iterdir())

@@ -231,3 +231,26 @@ def test_colour_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.delenv("NO_COLOR")
     with (tmp_path / "file").open("w") as file:
         assert paint("x", "red", file) == "x"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train tiny --nproc 1.5",
+        "train tiny --max-restarts 1.5",
+        "verify coverage tiny --world 2 --epochs=1.5",
+        "verify coverage tiny --world 2 --max-steps 1.5",
+        "verify equal tiny --world 2.5",
+        "verify resume tiny --world 2.5",
+        "ckpt prune nowhere --keep-last 1.5",
+        "ckpt prune nowhere --keep-last 1 --keep-every 1.5",
+        "layout show tiny --world 1.5",
+        "spec show tiny --world 1.5",
+        "lab demo --nproc 1.5",
+    ],
+)
+def test_no_integer_takes_a_fraction(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    told = capsys.readouterr().err
+    assert re.search(r'Invalid value for --[a-z-]+: ".\.5" is not a whole number', told)
+    assert told.count("\n") >= 4 and "--help" in told

@@ -35,7 +35,9 @@ def test_it_prints_a_table_and_the_next_command(spec, capsys):
     assert "runs/verify-small-1/findings/resume.json" in printed.out
     assert "for the check: run.steps 100 -> 13" in printed.err
     command = next(line for line in printed.err.splitlines() if line.startswith("next: "))
-    assert command.startswith("next: fourfold train small.toml --nproc 1 --set run.seed=3 --resume auto")
+    assert command.startswith(
+        "next: fourfold train small.toml --nproc 1 --set run.seed=3 --set checkpoint.every=10"
+    )
     # It is a command that can be typed.
     assert main([*shlex.split(command.removeprefix("next: fourfold ")), "--dry-run"]) == 0
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from fourfold.launch import stop, watch
 from fourfold.launch.agent import Launch, launch
 from fourfold.launch.failure import FailureReport
+from fourfold.launch.pulse import read_pulses
 from fourfold.launch.watch import Outcome
 from fourfold.record.environment import cores
 from fourfold.spec.errors import DataError, SpecError
@@ -131,6 +133,23 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):
     launcher.wait()
     assert len(pids(tmp_path)) == 3
     wait_until_gone(*pids(tmp_path))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
+def test_ranks_die_with_their_launcher_without_a_leash_too(tmp_path):
+    command = (sys.executable, str(PLAIN), str(tmp_path), "sleep")
+    code = f"from fourfold.launch.agent import *; launch(Launch({command!r}, 2, Path({str(tmp_path)!r})))"
+    launcher = subprocess.Popen([sys.executable, "-c", code])
+    ranks = [int(read_when_there(tmp_path / name)) for name in ("pid0", "pid1")]
+    while [beat.step for beat in read_pulses(tmp_path / "pulse").values()] != [5, 5]:  # inside their guard
+        time.sleep(0.01)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    (leash,) = set(map(int, children)) - set(ranks)
+    os.kill(leash, signal.SIGKILL)
+    wait_until_gone(leash)
+    os.kill(launcher.pid, signal.SIGKILL)
+    launcher.wait()
+    wait_until_gone(*ranks)
 
 
 def test_a_stalled_rank_is_named_with_its_stack(tmp_path, capfd):

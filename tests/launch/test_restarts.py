@@ -264,3 +264,22 @@ launch(Launch({command!r}, 2, Path({str(tmp_path)!r}), restarts=restarts))
     launcher.wait()
     ranks = record(tmp_path, "start")[1]["pids"]
     wait_until_gone(child, *ranks)
+
+
+@pytest.mark.parametrize("number", ["one", None, 1.5])
+def test_a_record_of_attempts_without_a_number_is_unreadable(tmp_path, number):
+    RunDir(tmp_path).attempts.write_text(json.dumps({"attempt": number, "kind": "start"}) + "\n")
+    with pytest.raises(DataError, match="not a whole number"):
+        Attempts(tmp_path, None, ("x",), 1)
+
+
+def test_a_file_that_could_not_be_written_is_not_named(tmp_path, capfd):
+    (tmp_path / "failures").mkdir()
+    (tmp_path / "failures" / "rank0.json").mkdir()  # in the place of the report
+    outcome = launch(Launch((sys.executable, str(PLAIN), str(tmp_path), "bug"), 1, tmp_path))
+    assert outcome.exit_code == 1 and outcome.failures[0].evidence == ""
+    screen = capfd.readouterr().err
+    assert screen.index("a plain bug") < screen.index("First to fail:")  # its own words come through
+    last = screen[screen.index("First to fail:") :]
+    assert "exit code 1, no report; what it said, if anything, is further up on the screen" in last
+    assert "file:" not in last and "said nothing" not in last

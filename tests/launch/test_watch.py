@@ -16,6 +16,7 @@ from fourfold.launch.watch import KILLED_SETTLE_S, SETTLE_S, Outcome, Watch
 class Ended:
     """A rank's process that has ended with `code`, or lives where it is None."""
 
+    log = None
     log_start = 0
 
     def __init__(self, rank: int, code: int | None) -> None:

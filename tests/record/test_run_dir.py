@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.record.run_dir import RunDir, claim, claim_next, nearest_run, next_free
+from fourfold.record.run_dir import RunDir, claim, claim_filled, claim_next, nearest_run, next_free
 from fourfold.spec.errors import DataError, SpecError
 
 
@@ -29,7 +29,54 @@ def test_a_used_name_is_refused_with_the_next_free_one(tmp_path: Path) -> None:
     for name in ("tiny", "tiny-7"):
         with pytest.raises(SpecError) as caught:
             claim(tmp_path / name)
-        assert caught.value.problems[0].instead == f"--set run.dir={tmp_path / 'tiny-8'}"
+        instead = f"--set run.dir={tmp_path / 'tiny-8'}, or --resume auto to go on with it"
+        assert caught.value.problems[0].instead == instead
+
+
+def test_a_filled_directory_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    seen = []
+
+    def fill(run: RunDir) -> None:
+        seen.append(run.path.name)
+        assert not (tmp_path / "tiny").exists() or not any((tmp_path / "tiny").iterdir())
+        run.spec_json.write_text("{}")
+
+    assert claim_filled(tmp_path / "tiny", fill).is_run
+    assert seen[0].startswith(".tiny-")
+    with pytest.raises(SpecError, match="used already"):
+        claim_filled(tmp_path / "tiny", fill)
+    (tmp_path / "empty").mkdir()
+    assert claim_filled(tmp_path / "empty", fill).is_run
+    assert claim_next(tmp_path, "tiny", fill).path == tmp_path / "tiny-1"
+
+    def broken(_: RunDir) -> None:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        claim_filled(tmp_path / "other", broken)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "tiny", "tiny-1"]
+
+
+def test_of_two_that_fill_the_same_name_one_succeeds(tmp_path: Path) -> None:
+    both, ends = threading.Barrier(2), []
+
+    def fill(run: RunDir) -> None:
+        both.wait(10)
+        (run.path / "whose").write_text(run.path.name)
+
+    def claimed() -> None:
+        try:
+            ends.append(claim_filled(tmp_path / "tiny", fill))
+        except SpecError:
+            ends.append(None)
+
+    threads = [threading.Thread(target=claimed) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(end is None for end in ends) == 1
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_used_name_is_left_as_it_is(tmp_path: Path) -> None:

@@ -196,3 +196,12 @@ def test_the_request_is_kept_verbatim_and_resolved(tmp_path: Path) -> None:
     reader = RunReader(tmp_path)
     assert reader.spec() == spec
     assert reader.provenance() == {"model.kind": "toy.toml:2"}
+
+
+def test_lines_are_put_on_disk_when_asked(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file).st_ino))
+    with JsonLines(tmp_path / "x.jsonl") as lines:
+        lines.write({"step": 1})
+        lines.flush()
+    assert flushed == [(tmp_path / "x.jsonl").stat().st_ino, tmp_path.stat().st_ino]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -22,6 +24,7 @@ from fourfold.record.run_dir import RunDir
 from fourfold.spec.errors import DataError, FourfoldError, Problem
 from fourfold.spec.load import load_spec
 from fourfold.train import loop, saver, saving
+from fourfold.train.recorder import Recorder
 from fourfold.train.setup import Training, open_training
 from fourfold.train.state import tensors_of
 from fourfold.verify.here import joined_here
@@ -177,6 +180,47 @@ def on_a_full_disk(folder: str, sets: tuple[str, ...], who: int, place: str, ste
         return live(folder, sets, beat=Signal(*when) if when else None)
     finally:
         saver.save_state = keep
+
+
+def on_a_full_record(folder: str, sets: tuple[str, ...], place: str, nth: int) -> str:
+    """A run in which rank 0 finds no room for its metrics in the nth save: for a line of them, or to flush the file."""
+    keep, marks = Recorder.mark, 0
+
+    def refused(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def mark(self: Recorder) -> Any:
+        nonlocal marks
+        marks += 1
+        if marks != nth or dist.get_rank() != 0:
+            return keep(self)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fsync" if place == "flush" else "write", refused)
+            return keep(self)
+
+    Recorder.mark = mark  # type: ignore[method-assign]
+    try:
+        return live(folder, sets)
+    finally:
+        Recorder.mark = keep  # type: ignore[method-assign]
+
+
+def with_pruning_refused(folder: str) -> str:
+    """A run in which a folder cannot be looked at while pruning is planned."""
+
+    def refused(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "plan_prune", refused)
+        return live(folder, ("checkpoint.every=2",))
+
+
+def beats_of_a_continuation(folder: str, resume: str) -> list[tuple[int, str, bool]]:
+    """Every beat of it, in order."""
+    beats = []
+    live(folder, (), resume, lambda step, phase, patient=False: beats.append((step, phase, patient)))
+    return beats
 
 
 def with_data_lost(folder: str, *sets: str) -> str:

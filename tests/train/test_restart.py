@@ -291,7 +291,7 @@ def test_the_next_attempt_goes_on_from_the_newest_that_is_whole(stored):
     point.prepare()
     assert resume_from(run) == str(older)
     assert (dead.exists(), newer.exists()) == (False, False)
-    assert [path.name[:23] for path in run.checkpoints.glob(".damaged-*")] == [".damaged-step-00000008-"]
+    assert [path.name[:21] for path in run.checkpoints.glob(".aside-*")] == [".aside-step-00000008-"]
     assert run.metrics.read_text(), "taken back by the rank that goes on, to the very line"
 
 

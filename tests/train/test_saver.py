@@ -325,6 +325,60 @@ def test_a_state_of_another_kind_is_refused(ranks, tmp_path):
     assert "metrics: Field required; scale: Extra inputs" in text
 
 
+@pytest.mark.parametrize("key", ["probe_loss", "spec"])
+def test_a_state_that_was_changed_and_sealed_again_is_damage(ranks, tmp_path, key):
+    ranks(1).run(live, str(tmp_path), ("checkpoint.every=2",))
+    state = json.loads((newest(tmp_path) / "state.json").read_text())
+    state[key] = {"probe_loss": "0xzz", "spec": {"name": 1}}[key]
+    (newest(tmp_path) / "state.json").write_text(json.dumps(state))
+    forge(newest(tmp_path), lambda body: body)
+    text = ranks(1).run(live, str(tmp_path), (), str(newest(tmp_path)))[0]
+    assert text.startswith("exit 5")
+    assert "state.json" in text and f"found: {key}: " in text
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_every_rank_before_the_record_is_touched(ranks, tmp_path):
+    sets = ("checkpoint.every=2", "run.steps=4", "run.seed=7", "optimizer.lr=0.5")
+    ranks(2).run(live, str(tmp_path / "a"), sets[:2])
+    ranks(2).run(live, str(tmp_path / "b"), sets)
+    record = RunDir(tmp_path / "b").metrics.read_bytes()
+    theirs = min(RunDir(tmp_path / "a").checkpoints.iterdir())
+    for text in ranks(2).run(live, str(tmp_path / "b"), (*sets, "checkpoint.keep_last=9"), str(theirs)):
+        assert text.startswith("exit 5")
+        assert "under run.seed = 7" in text and "under optimizer.lr = 0.5" in text
+        assert f"mv {theirs} somewhere else, out of ckpt/" in text
+        assert "keep_last" not in text
+    assert RunDir(tmp_path / "b").metrics.read_bytes() == record
+
+
+def test_a_load_is_told_as_one_and_may_last(ranks, tmp_path):
+    ranks(1).run(live, str(tmp_path), ("checkpoint.every=2",))
+    [beats] = ranks(1).run(saver_jobs.beats_of_a_continuation, str(tmp_path), str(newest(tmp_path)))
+    assert beats.count((0, "load", True)) == 1
+    before = beats[: beats.index((0, "load", True))]
+    assert before and all(step == 1 for step, _, _ in before)  # the warm-up
+
+
+@pytest.mark.parametrize("place", ["flush", "line"])
+def test_a_record_that_cannot_be_flushed_is_a_save_that_failed_on_every_rank(ranks, tmp_path, place):
+    sets = ("checkpoint.every=2", "run.steps=6", "run.log_every=9")
+    on = (*sets, 'checkpoint.on_error="go_on"')
+    ended = ranks(2).run(saver_jobs.on_a_full_record, str(tmp_path / "on"), on, place, 2)
+    assert ended == ["finished"] * 2
+    for rank in (0, 1):
+        events = kinds(tmp_path / "on", rank, "saved", "not_saved")
+        assert events == [("saved", 2), ("not_saved", 4), ("saved", 6)]
+    assert steps_of(tmp_path / "on", "loss") == [1, 2, 3, 4, 5, 6]
+    for text in ranks(2).run(saver_jobs.on_a_full_record, str(tmp_path / "stop"), sets, place, 2):
+        assert text.startswith("exit 5") and FULL in text
+        assert "the run ends without a checkpoint of step 4" in text
+
+
+def test_nothing_of_pruning_ends_a_run(ranks, tmp_path):
+    assert ranks(1).run(saver_jobs.with_pruning_refused, str(tmp_path)) == ["finished"]
+    assert "note: not pruned: " in RunDir(tmp_path).log.read_text()
+
+
 def test_state_that_is_no_tensor_is_told_before_the_first_step(ranks, tmp_path):
     ranks(1).run(live, str(tmp_path), own_model("Extra"))
     assert "note: line keep state that is no tensor" in RunDir(tmp_path).log.read_text()
@@ -338,8 +392,9 @@ def test_an_optimizer_with_state_that_is_not_known_is_refused_by_name(ranks):
 def test_other_data_and_another_world_are_refused(ranks, tmp_path):
     sets = ("checkpoint.every=2",)
     ranks(1).run(live, str(tmp_path), sets)
-    text = ranks(1).run(live, str(tmp_path), (*sets, "data.samples=41"), str(newest(tmp_path)))[0]
-    assert text.startswith("exit 5")
-    assert "in a run over other data" in text
     texts = ranks(2).run(live, str(tmp_path), sets, str(newest(tmp_path)))
     assert all("--nproc 1" in text for text in texts)
+    forge(newest(tmp_path), lambda body: body.update(data_hash="0" * 32))
+    text = ranks(1).run(live, str(tmp_path), sets, str(newest(tmp_path)))[0]
+    assert text.startswith("exit 5")
+    assert "in a run over other data" in text

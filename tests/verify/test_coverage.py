@@ -252,3 +252,40 @@ def test_records_that_cannot_be_audited(run, tmp_path):
         run_coverage(path)
     with pytest.raises(DataError):
         run_coverage(tmp_path / "nothing")
+
+
+def test_a_rank_whose_early_lines_are_lost_is_not_accused(run):
+    """As after a power cut: the file begins with a resumed run's lines."""
+    path = run(9, lambda rank, step, ids: None if rank == 0 and step in (0, 1, 2, 3, 6) else ids)
+    document = run_coverage(path)
+    measured = by_claim(document, "the record holds every step")["measured"]
+    file = path / "events" / "rank0.jsonl"
+    assert measured == f"{file} has no line of steps 1-4, 7 of rank 0: nothing can be said of them"
+    assert [finding["claim"] for finding in document["findings"] if finding["verdict"] == "fail"] == [
+        "this run: the record holds every step of every rank"
+    ]
+    assert (document["verdict"], document["duplicates"], document["missing"]) == ("fail", 0, 0)
+    assert [rank["steps"] for rank in document["ranks"]] == [4, 9]
+
+
+def test_what_is_left_of_a_record_is_still_held_against_the_schedule(run):
+    def change(rank, step, ids):
+        return None if step == 0 else [ids[0], *ids[:3]] if (rank, step) == (1, 4) else ids
+
+    document = run_coverage(run(9, change))
+    assert "step 1 of rank 0" in by_claim(document, "the record holds every step")["measured"]
+    assert by_claim(document, "samples that are due")["measured"] == "rank 1, step 5: other samples"
+
+
+def test_a_record_that_begins_where_nothing_was_left_to_do_lacks_every_step(run):
+    path = run(9, lambda rank, _step, ids: None if rank == 1 else ids, ended=True)
+    lines = (path / "events" / "rank1.jsonl").read_text().splitlines()
+    with_start = [lines[0], json.dumps({"rank": 1, "step": 9, "kind": "start"}), *lines[1:]]
+    (path / "events" / "rank1.jsonl").write_text("".join(f"{line}\n" for line in with_start))
+    measured = by_claim(run_coverage(path), "the record holds every step")["measured"]
+    assert "no line of steps 1-9 of rank 1" in measured
+
+
+def test_a_run_that_was_cut_off_before_a_rank_recorded_a_step_is_open(run):
+    document = run_coverage(run(1, lambda rank, _step, ids: None if rank else ids, ended=False))
+    assert by_claim(document, "after the run failed")["measured"].startswith("0 steps")

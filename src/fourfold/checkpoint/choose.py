@@ -53,7 +53,11 @@ def newest_valid(ckpt_dir: Path | str) -> Choice:
     Each candidate is checked without its hashes first, then with them. A folder that does not exist holds none;
     one that cannot be listed is a DataError.
     """
-    shelf = look(ckpt_dir)
+    return newest_of(look(ckpt_dir))
+
+
+def newest_of(shelf: Shelf) -> Choice:
+    """The same for a folder that was listed already: what was saved there since is not looked at."""
     passed = [*shelf.unreadable]
     passed += [PassedOver(path, "a save that was not finished") for path in shelf.saving]
     passed += [PassedOver(path, "a removal that was not finished") for path in shelf.removing]

@@ -49,7 +49,7 @@ def ckpt_dir_of(path: Path | str) -> Path:
         why = "a checkpoint stands among others in a ckpt folder"
         parent = str(run.path.absolute().parent)
         raise SpecError(Problem(f"the ckpt folder {path}", "a single checkpoint", why, parent))
-    return run.checkpoints if run.checkpoints.is_dir() else run.path
+    return run.checkpoints if run.is_run or run.checkpoints.is_dir() else run.path
 
 
 def checkpoints_at(path: Path | str) -> tuple[Path, ...]:
@@ -67,8 +67,8 @@ def checkpoints_at(path: Path | str) -> tuple[Path, ...]:
     if shelf.saved or untold:
         return (*(saved.path for saved in shelf.saved[:1]), *untold)
     if shelf.saving or place != path or RunDir(path).is_run:
-        left = f"no checkpoint in it; unfinished saves: {len(shelf.saving)}"
-        raise DataError(_none(path, left))
+        begun = f"; unfinished saves: {len(shelf.saving)}" if shelf.saving else ""
+        raise DataError(_none(path, f"no checkpoint was saved in it{begun}"))
     return (path,)
 
 

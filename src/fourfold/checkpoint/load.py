@@ -144,8 +144,12 @@ def _read_state(folder: Path, record: FileRecord) -> dict[str, Any]:
     found = xxhash.xxh3_128_hexdigest(data)
     if found != record.xxh3_128:
         raise DataError(damaged(folder, STATE, f"its hash is {found}, not {record.xxh3_128}", why))
-    state = json.loads(data)
-    assert isinstance(state, dict), "a save writes an object"
+    try:
+        state = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DataError(damaged(folder, STATE, f"not JSON: {error}", why)) from error
+    if not isinstance(state, dict):
+        raise DataError(damaged(folder, STATE, f"{type(state).__name__}, not an object", why))
     return state
 
 

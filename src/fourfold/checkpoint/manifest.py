@@ -20,6 +20,7 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeInt,
+    PositiveInt,
     SerializerFunctionWrapHandler,
     model_serializer,
     model_validator,
@@ -33,6 +34,7 @@ STATE = "state.json"
 SEAL = "seal"  # of the JSON, not of the value: the hash of all the rest
 SAVING = ".saving-"  # a folder being filled, or what is left of one
 REMOVING = ".removing-"  # a checkpoint being removed
+YEAR_10000 = 253_402_300_800  # in unix seconds: the first moment that calendars cannot write
 
 
 class FileRecord(Value):
@@ -67,12 +69,12 @@ class Manifest(Value):
     schema_version: Literal["fourfold.checkpoint/1"] = Field(default=SCHEMA, alias="schema")
     step: NonNegativeInt
     position: NonNegativeInt
-    world: int
+    world: PositiveInt
     layout: dict[str, int | bool | float | str]  # the settled [layout]
     spec_hash: str  # xxh3-128 of the settled Spec's JSON
     data_hash: str  # content hash of the training data
     versions: dict[str, str]  # fourfold, torch, python
-    created: float  # unix seconds
+    created: float = Field(ge=0, lt=YEAR_10000)  # unix seconds
     files: dict[str, FileRecord]  # all but the manifest itself
     tensors: dict[str, TensorRecord]
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from fourfold.checkpoint.choose import Saved, look, newest_valid, reason
+from fourfold.checkpoint.choose import Choice, Saved, Shelf, look, newest_of, reason
 from fourfold.checkpoint.hold import in_use
 from fourfold.checkpoint.manifest import MANIFEST, REMOVING
 from fourfold.checkpoint.publish import sync_folder
@@ -63,16 +63,17 @@ def plan_prune(
     Raises SpecError for numbers out of range, DataError for a folder that cannot be listed.
     """
     _check_numbers(keep_last, keep_every, keep_every_s)
-    shelf, newest = look(ckpt_dir), newest_valid(ckpt_dir).path
+    shelf = look(ckpt_dir)
+    choice = newest_of(shelf)
+    newest = choice.path
     written_last = max(shelf.saved, key=lambda saved: saved.manifest.created, default=None)
-    damage = {saved.path: validate(saved.path, hashes=False) for saved in shelf.saved}
+    damage = _damage(shelf, choice)
     # Newest first: of each span the lowest step is what is left.
-    firsts = {_span(saved, keep_every_s): saved for saved in shelf.saved if not damage[saved.path]}
+    firsts = {_span(saved, keep_every_s): saved for saved in shelf.saved if saved.path not in damage}
     folders, count = [], 0
     for saved in shelf.saved:
-        problems = damage[saved.path]
         action: Action = "stays"
-        if newest and not problems and (saved.path == newest or count):
+        if saved.path not in damage:
             count += 1
             why = _why_kept(saved.manifest.step, count, keep_last, keep_every)
             if not why and keep_every_s and saved is firsts[_span(saved, keep_every_s)]:
@@ -81,10 +82,8 @@ def plan_prune(
                 why = "it was written last"
             if not why:
                 action, why = "goes", f"not among the newest {keep_last}"
-        elif problems or newest:
-            why = f"damaged: {reason(problems or validate(saved.path))}"
         else:
-            why = "no checkpoint here is valid"
+            why = f"damaged: {damage[saved.path]}"
         folders.append(_entry(saved, action, why))
     folders += [_plain(path, "stays", why) for path, why in shelf.unreadable]
     folders += [_leftover(path, newest) for path in shelf.saving]
@@ -122,6 +121,16 @@ def execute(plan: PrunePlan) -> tuple[Path, ...]:
             kept = f"{len(removed)} of {len(plan.going)} folders were removed; the rest is whole"
             raise unwritable(path, error, "remove the checkpoint", kept) from error
     return tuple(removed)
+
+
+def _damage(shelf: Shelf, choice: Choice) -> dict[Path, str]:
+    """What is wrong with each checkpoint that is not whole: the newest were checked already, down to the choice."""
+    saved = {one.path for one in shelf.saved}
+    damage = {path: why for path, why in choice.passed_over if path in saved}
+    for path in saved - damage.keys() - {choice.path}:
+        if problems := validate(path, hashes=False):
+            damage[path] = reason(problems)
+    return damage
 
 
 def _why_kept(step: int, count: int, keep_last: int, keep_every: int) -> str:
@@ -196,9 +205,11 @@ def _plain(path: Path, action: Action, why: str) -> Kept:
 
 
 def _sizes(path: Path) -> Iterator[int]:
-    for child in path.rglob("*") if not path.is_symlink() else ():
-        with suppress(OSError):
-            yield os.lstat(child).st_size
+    """Of all that lies in a folder; what vanishes meanwhile is left out."""
+    for folder, folders, files in os.walk(path) if not path.is_symlink() else ():
+        for child in (*folders, *files):
+            with suppress(OSError):
+                yield os.lstat(os.path.join(folder, child)).st_size
 
 
 def _check_numbers(keep_last: int, keep_every: int, keep_every_s: float) -> None:

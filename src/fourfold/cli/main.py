@@ -21,14 +21,14 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from fourfold import __version__
 from fourfold.cli.output import paint, story
 from fourfold.spec.errors import EXIT_BUG, EXIT_DONE, EXIT_KILLED_BASE, FourfoldError, Problem, SpecError
 
 if TYPE_CHECKING:
-    from cyclopts import App, CycloptsError
+    from cyclopts import App, ArgumentCollection, CycloptsError
 
 EXIT_INTERRUPTED = EXIT_KILLED_BASE + 2  # as a shell tells SIGINT
 EXIT_PIPE_CLOSED = EXIT_KILLED_BASE + 13  # as a shell tells SIGPIPE
@@ -126,12 +126,25 @@ def build_app(verb: str | None = None) -> App:
         help_format="plaintext",
         version=f"fourfold {__version__}",
         suppress_keyboard_interrupt=False,  # `main` tells it
+        config=(_whole_numbers,),
         default_parameter=Parameter(negative=(), show_default=lambda value: value if value else None),
     )
     for name, entry in VERBS.items():
         # A line given here would replace the verb's own, longer help.
         app.command(entry.target, name=name, help=entry.line if verb is None else None)
     return app
+
+
+def _whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:  # noqa: ARG001
+    """No fraction for an integer, of any verb: cyclopts would round it."""
+    from cyclopts import CoercionError
+
+    for argument in arguments:
+        if int in (argument.hint, *get_args(argument.hint)):
+            for token in argument.tokens:
+                if "." in token.value:
+                    message = f'"{token.value}" is not a whole number'
+                    raise CoercionError(msg=message, argument=argument, token=token)
 
 
 def _run(tokens: list[str]) -> int:

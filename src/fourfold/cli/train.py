@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from shlex import join
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from fourfold.cli.output import next_command, print_document, story
-from fourfold.spec.errors import Problem, SpecError
+from fourfold.spec.errors import EXIT_DONE, EXIT_KILLED_BASE, EXIT_STOPPED, Problem, SpecError
 
 if TYPE_CHECKING:
     from fourfold.launch.rank import Rank
     from fourfold.launch.stop import StopRequest
     from fourfold.plan.run_plan import RunPlan
     from fourfold.record.run_dir import RunDir
+    from fourfold.train.resume import GoingOn
 
 
 def train(
@@ -49,9 +53,9 @@ def train(
         (or fail), never.
     max_restarts
         Start all ranks again, from the newest valid checkpoint, when one was killed, hung, lost the others or raised an
-        error of its own; at most so often in a row without a newer checkpoint. Final are exit codes 2 to 5 (a wrong
-        request, a check that failed, unreadable data), a stop signal and a good end. Under torchrun give its own
-        --max-restarts, and --resume auto.
+        error of its own; at most so often in a row without a newer checkpoint. Final are a good end, a stop signal and
+        exit codes 2 to 5 (a wrong request, a check that failed, unreadable data; not a loader worker that was killed).
+        Under torchrun give its own --max-restarts, and --resume auto.
     dry_run
         Print the plan and stop; nothing is started or written.
     json
@@ -60,11 +64,10 @@ def train(
     from fourfold.launch.rank import Rank
     from fourfold.launch.stop import StopRequest
     from fourfold.plan.run_plan import make_run_plan
-    from fourfold.record.lock import locked
     from fourfold.spec.load import load_spec
     from fourfold.spec.rules import require
-    from fourfold.train.resume import reopen_run, resumed
-    from fourfold.train.start import open_run
+    from fourfold.train.resume import chosen, resumed
+    from fourfold.train.start import begin
 
     rank = Rank.from_environment()
     _check_restarts(max_restarts, rank)
@@ -75,31 +78,49 @@ def train(
     if max_restarts and not (plan.spec.checkpoint.every or plan.spec.checkpoint.every_s):
         note = "nothing is saved before a failure (checkpoint.every = 0): a restart begins anew, from the first step"
         plan = plan.model_copy(update={"notes": (*plan.notes, note)})
-    going_on = resumed(plan, resume)
-    if going_on is not None:
-        plan, run = going_on.plan, going_on.run
-        for path, reason in going_on.choice.passed_over:
-            story(f"passed over {path}: {reason}")
-        story(going_on.told)
     if dry_run:
+        going_on = resumed(plan, resume)
+        _say_from_where(going_on)
+        plan = plan if going_on is None else going_on.plan
         if json:
             print_document(plan.model_dump(mode="json"))
         else:
             print(plan)
-            next_command(f"fourfold train {spec} --nproc {nproc}")
+            next_command(_command(spec, nproc, set_, resume, max_restarts))
         return 0
     if rank is not None:
         with StopRequest() as stop:  # from before torch is imported, which takes a while
             from fourfold.train.rank import run_under_torchrun
 
-            run_under_torchrun(plan, rank, going_on, loaded.text, stop)
-    with StopRequest() as stop:  # a run that has begun stops in good order: after a checkpoint
-        if going_on is None:
-            run = open_run(plan, loaded.text)
-        with locked(run):
-            if going_on is not None:
-                reopen_run(plan, run, going_on.choice)
-            return _run_here(plan, run, json, stop, max_restarts)
+            run_under_torchrun(plan, rank, resume, loaded.text, stop)
+    with ExitStack() as held:
+        going_on = chosen(plan, resume, held)
+        _say_from_where(going_on)
+        with StopRequest() as stop:  # a run that has begun stops in good order: after a checkpoint
+            run = begin(plan, loaded.text, going_on, held)
+            plan = plan if going_on is None else going_on.plan
+            code = _run_here(plan, run, json, stop, max_restarts)
+    if code == EXIT_DONE:
+        next_command(f"fourfold verify coverage {run.path}", f"fourfold report {run.path}")
+    elif code == EXIT_STOPPED or code >= EXIT_KILLED_BASE:
+        here = () if plan.spec.run.dir else (f"run.dir={run.path}",)
+        next_command(_command(spec, nproc, (*set_, *here), "auto", max_restarts))
+    return code
+
+
+def _command(spec: str, nproc: int, sets: Sequence[str], resume: str, max_restarts: int) -> str:
+    words = ["fourfold", "train", spec, "--nproc", str(nproc)]
+    words += [word for setting in sets for word in ("--set", setting)]
+    words += ["--resume", resume] if resume != "never" else []
+    words += ["--max-restarts", str(max_restarts)] if max_restarts else []
+    return join(words)
+
+
+def _say_from_where(going_on: GoingOn | None) -> None:
+    if going_on is not None:
+        for path, reason in going_on.choice.passed_over:
+            story(f"passed over {path}: {reason}")
+        story(going_on.told)
 
 
 def _check_restarts(most: int, rank: Rank | None) -> None:
@@ -134,6 +155,4 @@ def _run_here(plan: RunPlan, run: RunDir, json: bool, stop: StopRequest, max_res
                 "failures": [failure.model_dump(mode="json") for failure in outcome.failures],
             }
         )
-    if outcome.exit_code == 0:
-        next_command(f"fourfold verify coverage {run.path}", f"fourfold report {run.path}")
     return outcome.exit_code

@@ -172,7 +172,9 @@ def resume(
     json
         Print one JSON document.
     """
+    from fourfold.record.run_dir import next_free
     from fourfold.spec.load import load_spec
+    from fourfold.verify.out import RUNS
     from fourfold.verify.resume import verify_resume
 
     loaded = load_spec(spec, sets)
@@ -180,8 +182,12 @@ def resume(
     document = verify_resume(loaded.spec, world, out=out, command=command, say=story)
     for change in document["changes"]:
         story(f"for the check: {change}")
-    going_on = f"--resume auto --set run.dir=runs/{loaded.spec.name}-1 --set checkpoint.every=100"
-    return _end(document, json, f"fourfold train {quote(spec)} --nproc {world}{_sets(sets)} {going_on}")
+    free, saves = next_free(RUNS, loaded.spec.name), loaded.spec.checkpoint
+    saving = (
+        () if saves.every or saves.every_s else (f"checkpoint.every={max(1, loaded.spec.run.steps // 10)}",)
+    )
+    settings = _sets((*sets, *saving, f"run.dir={free}"))
+    return _end(document, json, f"fourfold train {quote(spec)} --nproc {world}{settings} --resume auto")
 
 
 def _end(document: Mapping[str, Any], json: bool, then: str) -> int:

@@ -82,7 +82,7 @@ class End:
     """How the launcher saw one rank end.
 
     code: exit code, -n if signal n ended it, None if it was alive until the launcher killed it. at: unix
-    seconds. log: the last lines of its output, where they are kept.
+    seconds. log: the last lines of its output; None where it went to the screen.
     """
 
     rank: int
@@ -90,7 +90,7 @@ class End:
     at: float
     beat: Beat | None = None
     report: FailureReport | None = None
-    log: str = ""
+    log: str | None = ""
 
 
 def first_failure(
@@ -184,6 +184,9 @@ def _own(end: End, timeout_s: float) -> FailureReport | None:
         return end.report
     if end.code in (None, EXIT_DONE, EXIT_STOPPED):
         return None
+    if end.log is None:
+        message = f"exit code {end.code}, no report; what it said, if anything, is further up on the screen"
+        return _of(end, "raised", message, exit_code=end.code or EXIT_BUG)
     last = end.log.strip().rpartition("\n")[2] or "it said nothing"
     secondary = any(mark in end.log for mark in _LOST)
     message = f"exit code {end.code}, no report; last line of its output: {last}"

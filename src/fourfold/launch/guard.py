@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import faulthandler
 import multiprocessing
@@ -48,11 +49,13 @@ def guard(rank: Rank, store: Store | None, run_dir: Path, pulse: Pulse | None) -
     launcher can read the report. The process ends at once, without the interpreter's own farewell, which would wait
     for collectives that can no longer complete, or abort. `Stopped` (75) and SystemExit end it so, too, without a
     report. `stacks/rank<r>.txt` takes the stacks on a crash, or when the launcher asks for them.
-    Nothing is begun if the launcher is gone already.
+    Under our launcher nothing is begun if that is gone already, and on Linux the rank dies with it.
     Collectives: none.
     """
-    if os.environ.pop(LAUNCHER, str(os.getppid())) != str(os.getppid()):
-        leave(EXIT_BUG)  # it died before its leash knew of this rank: nobody else would end it
+    if (launcher := os.environ.pop(LAUNCHER, None)) is not None:
+        _die_with_parent()
+        if launcher != str(os.getppid()):
+            leave(EXIT_BUG)  # it died before that, and its leash may not know of this rank
     try:
         with _stacks(of_attempt(run_dir / "stacks", rank.attempt) / f"rank{rank.rank}.txt"):
             yield
@@ -64,6 +67,16 @@ def guard(rank: Rank, store: Store | None, run_dir: Path, pulse: Pulse | None) -
         report = _report(rank, pulse, error)
         _tell(rank, store, run_dir, report, error)
         leave(report.exit_code)
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends; elsewhere only the leash does.
+
+    The launcher starts ranks from its main thread. A kernel that refuses leaves it to the leash, too.
+    """
+    if sys.platform == "linux":
+        death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(death_signal, ctypes.c_ulong(signal.SIGKILL))
 
 
 @contextmanager

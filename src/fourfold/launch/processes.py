@@ -32,6 +32,7 @@ class RankProcess:
         it, while it imports; a program without one never gets them.
         """
         self.rank = rank
+        self.log = log
         self.ended_at: float | None = None  # unix seconds
         output = None if log is None else os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self.log_start = 0 if output is None else os.fstat(output).st_size  # what is before it, others wrote

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from fourfold.launch.stop import StopRequest
 from fourfold.launch.story import FAILED, RESTARTED, in_file
 from fourfold.launch.watch import Outcome
 from fourfold.record.aloud import say
+from fourfold.record.problems import unreadable
 from fourfold.record.reader import read_lines
 from fourfold.record.run_dir import RunDir
 from fourfold.record.writer import JsonLines, write_json, write_text
@@ -72,8 +73,14 @@ class Attempts:
         self._in_a_row = 0
         self._done = 0
         before = read_lines(self._run.attempts) if os.path.exists(self._run.attempts) else ()
-        self.number = max((int(line.get("attempt", 0)) for line in before), default=-1) + 1
+        self.number = max((self._number_in(line) for line in before), default=-1) + 1
         self._record = JsonLines(self._run.attempts)
+
+    def _number_in(self, line: Mapping[str, Any]) -> int:
+        number = line.get("attempt", 0)
+        if not isinstance(number, int):
+            raise unreadable(self._run.attempts, f'"attempt" is {number!r}, not a whole number')
+        return number
 
     def close(self) -> None:
         """Close the record."""
@@ -82,11 +89,7 @@ class Attempts:
     def begin(self, pids: Sequence[int]) -> None:
         """The ranks were started. What failures.md told of last is then an earlier attempt's."""
         self._note("start", pids=list(pids))
-        path = self._run.failures_md
-        with suppress(OSError):  # unreadable or not there
-            text = path.read_text(encoding="utf-8", errors="replace")
-            if text.startswith(FAILED):
-                write_text(path, RESTARTED + text.removeprefix(FAILED))
+        started_again(self._run)
 
     def end(self, outcome: Outcome, signals: list[tuple[int, float]], bad_at: float | None) -> Outcome | None:
         """Write down how an attempt ended; None if the ranks are to be started again, else how the launch ended.
@@ -95,6 +98,7 @@ class Attempts:
         first rank ended badly. No rank lives during the call.
         """
         self._write_down(outcome)
+        outcome = replace(outcome, failures=tuple(_without_lost_file(one) for one in outcome.failures))
         try:
             final = self._judge(outcome, signals, bad_at)
         except (FourfoldError, OSError) as error:
@@ -177,9 +181,23 @@ class Attempts:
         self._record.write({"t": time.time(), "attempt": self.number, "kind": kind, **values})
 
 
+def started_again(run: RunDir) -> None:
+    """What failures.md told of last is from now on an earlier attempt's; it says so in its title."""
+    with suppress(OSError):  # unreadable or not there
+        text = run.failures_md.read_text(encoding="utf-8", errors="replace")
+        if text.startswith(FAILED):
+            write_text(run.failures_md, RESTARTED + text.removeprefix(FAILED))
+
+
 def can_mend(cause: FailureReport) -> bool:
     """Whether a new attempt may go better: after a kill, a hang, a lost peer, an error of no class of ours."""
     return cause.passing or cause.exit_code not in _FINAL
+
+
+def _without_lost_file(failure: FailureReport) -> FailureReport:
+    """A file to read that could not be written (a full disk) is not named."""
+    there = not failure.evidence or os.path.isfile(failure.evidence)
+    return failure if there else failure.model_copy(update={"evidence": ""})
 
 
 def _stopped(number: int, point: Point) -> Outcome:

@@ -176,7 +176,7 @@ class Watch:
     def _end(
         self, process: RankProcess, code: int | None, beat: Beat | None, report: FailureReport | None
     ) -> End:
-        log = last_lines(log_path(self._run_dir, process.rank), since=process.log_start)
+        log = last_lines(process.log, since=process.log_start) if process.log else None
         return End(process.rank, code, process.ended_at or time.time(), beat, report, log)
 
     def _with_evidence(self, failure: FailureReport) -> FailureReport:

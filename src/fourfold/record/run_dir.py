@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
-from collections.abc import Iterator
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,17 +117,37 @@ def claim(path: Path | str) -> RunDir:
     except FileExistsError as error:
         if not os.path.exists(run.path):  # it was a parent that is a file
             raise unwritable(run.path, error, "make the run directory", "nothing was written") from error
-        free = next_free(run.path.parent, _stem(run.path.name))
-        raise SpecError(
-            Problem(
-                asked=f"run.dir = {str(run.path)!r}",
-                found="that name is used already",
-                why="a run never writes over another one's record",
-                instead=f"--set run.dir={free}",
-            )
-        ) from error
+        raise _used(run) from error
     except OSError as error:
         raise unwritable(run.path, error, "make the run directory", "nothing was written") from error
+    return run
+
+
+def claim_filled(path: Path | str, fill: Callable[[RunDir], None]) -> RunDir:
+    """The same for one that holds, from its first moment on, what `fill` writes into the folder that it is given.
+
+    It is made beside its place and moved there: who is killed meanwhile leaves a hidden folder, never half a run
+    directory. An empty folder of that name is nobody's, and taken. Raises what `fill` raises, too.
+    """
+    run = RunDir(Path(path))
+    try:
+        made = run.path.parent / f".{run.path.name}-{secrets.token_hex(4)}"
+        if os.path.lexists(run.path) and not is_empty(run.path):
+            raise _used(run)
+        made.mkdir(parents=True)
+    except OSError as error:
+        raise unwritable(run.path, error, "make the run directory", "nothing was written") from error
+    try:
+        fill(RunDir(made))
+        os.rename(made, run.path)
+    except OSError as error:
+        shutil.rmtree(made, ignore_errors=True)
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise _used(run) from error
+        raise unwritable(run.path, error, "make the run directory", "nothing was written") from error
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
     return run
 
 
@@ -136,12 +159,12 @@ def next_free(root: Path | str, name: str) -> Path:
     return root / f"{name}-{max(used, default=0) + 1}"
 
 
-def claim_next(root: Path | str, name: str) -> RunDir:
+def claim_next(root: Path | str, name: str, fill: Callable[[RunDir], None] | None = None) -> RunDir:
     """Claim `next_free(root, name)`; tries the following number when another process was quicker."""
     while True:
         path = next_free(root, name)
         try:
-            return claim(path)
+            return claim(path) if fill is None else claim_filled(path, fill)
         except SpecError:
             if not path.exists():
                 raise
@@ -175,6 +198,23 @@ def _children(folder: Path) -> Iterator[Path]:
         yield from folder.iterdir()
     except OSError:
         return
+
+
+def is_empty(path: Path) -> bool:
+    """Whether this is a folder with nothing in it: not a link, nor a file."""
+    return path.is_dir() and not path.is_symlink() and next(path.iterdir(), None) is None
+
+
+def _used(run: RunDir) -> SpecError:
+    free = next_free(run.path.parent, _stem(run.path.name))
+    return SpecError(
+        Problem(
+            asked=f"run.dir = {str(run.path)!r}",
+            found="that name is used already",
+            why="a run never writes over another one's record",
+            instead=f"--set run.dir={free}, or --resume auto to go on with it",
+        )
+    )
 
 
 def _stem(name: str) -> str:

@@ -157,12 +157,14 @@ def dir_named(spec: Spec) -> Problem | None:
 def tensors_named(spec: Spec) -> Problem | None:
     """A pattern without its first part would match nothing, or everything, random streams too."""
     for key in ("allow_missing", "allow_surplus"):
-        odd = [name for name in getattr(spec.checkpoint, key) if not name.startswith(STATE_PARTS)]
+        named = getattr(spec.checkpoint, key)
+        odd = [name for name in named if not name.startswith(STATE_PARTS) or name in STATE_PARTS]
         if odd:
+            full = f"{odd[0]}*" if odd[0] in STATE_PARTS else f"model.{odd[0].lstrip('*.') or '*'}"
             return Problem(
-                asked=f"checkpoint.{key} = {[*getattr(spec.checkpoint, key)]}",
-                found=", ".join(map(repr, odd)) + ": not of the model or the optimizer",
+                asked=f"checkpoint.{key} = {[*named]}",
+                found=", ".join(map(repr, odd)) + ": no tensor of the model or the optimizer",
                 why="tensors of a checkpoint are called model.<name> and optimizer.<name>.<slot>",
-                instead=f"--set 'checkpoint.{key}=[\"model.{odd[0].lstrip('*.') or '*'}\"]'",
+                instead=f"--set 'checkpoint.{key}=[\"{full}\"]'",
             )
     return None

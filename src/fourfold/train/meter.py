@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from fourfold.collectives.sums import sum_floats
 from fourfold.data.batch import Batch
 from fourfold.record.writer import JsonLines
+from fourfold.spec.errors import CheckFailed, DataError
 from fourfold.train.checks import check_line
 from fourfold.train.step import LossPair, Totals
 
@@ -32,6 +34,7 @@ class Meter:
     def __init__(self, lines: JsonLines | None) -> None:
         self._lines = lines
         self._pending: list[_Pending] = []
+        self._unwritten: list[dict[str, float]] = []  # for which there was no room so far
         self._since = time.perf_counter()
 
     def restart_clock(self) -> None:
@@ -53,9 +56,11 @@ class Meter:
         """Sum what was collected over ranks and write it; returns the newest line, None if there was nothing.
 
         Collectives: one all-reduce of four fp64 numbers per collected step, on the CPU.
-        Raises CheckFailed for a line that is not finite, or whose targets are not those of the batches.
+        Raises CheckFailed for a line that is not finite, or whose targets are not those of the batches; DataError where
+        a line cannot be written: it is kept, and comes before every later one.
         """
         if not self._pending:
+            self._write_out()
             return None
         steps, self._pending = self._pending, []
         device_part = torch.stack([torch.stack([s.pair.sum, s.pair.count.double()]) for s in steps]).cpu()
@@ -81,7 +86,18 @@ class Meter:
                 "loss_tokens_per_s": count / step_s,
                 "time": time.time(),
             }
-            if self._lines is not None:
-                self._lines.write(line)
-            check_line(line, pending.totals.count)
+            self._unwritten.append(line)
+            try:
+                check_line(line, pending.totals.count)
+            except CheckFailed:  # on every rank: the line that is refused is in the record
+                with suppress(DataError):
+                    self._write_out()
+                raise
+        self._write_out()
         return line
+
+    def _write_out(self) -> None:
+        while self._unwritten:
+            if self._lines is not None:
+                self._lines.write(self._unwritten[0])
+            del self._unwritten[0]

@@ -21,13 +21,12 @@ from fourfold.launch.rank import Joined, Rank, join
 from fourfold.launch.stop import StopRequest
 from fourfold.plan.run_plan import RunPlan
 from fourfold.record.aloud import say
-from fourfold.record.lock import locked
 from fourfold.record.run_dir import RunDir
 from fourfold.record.writer import JsonLines
 from fourfold.spec.errors import EXIT_DONE, EXIT_STOPPED, FourfoldError, Problem, SpecError
 from fourfold.train.loop import train
-from fourfold.train.resume import GoingOn, reopen_run
-from fourfold.train.start import open_run
+from fourfold.train.resume import Resume, chosen
+from fourfold.train.start import begin
 
 LONG_PHASE = "opening data and model"
 
@@ -46,18 +45,17 @@ def run_rank(plan: RunPlan, rank: Rank, run: RunDir) -> NoReturn:
         leave(code)
 
 
-def run_under_torchrun(
-    plan: RunPlan, rank: Rank, going_on: GoingOn | None, text: str, stop: StopRequest
-) -> NoReturn:
-    """The same where no launcher of ours is: rank 0 claims the run directory, or goes on with it, and locks it.
+def run_under_torchrun(plan: RunPlan, rank: Rank, resume: Resume, text: str, stop: StopRequest) -> NoReturn:
+    """The same where no launcher of ours is: rank 0 claims the run directory, or goes on with it, under its lock.
 
-    text: the TOML asked with, kept in a new run. Its name goes to the others through the store. stop: entered.
+    text: the TOML asked with, kept in a new run. The others learn from rank 0, through the store, where the run is and
+    from which checkpoint it goes on. stop: entered.
     """
     with (
         ExitStack() as held,
         join(rank, plan.spec.hardware.device, plan.spec.run.timeout_s) as joined,
     ):
-        run = _agree_on_run(plan, joined, going_on, text, held)
+        plan, run = _agree_on_run(plan, joined, resume, text, held)
         code = _train_guarded(plan, joined, run, stop)
     leave(code)
 
@@ -93,30 +91,33 @@ def _left(leaving: SystemExit) -> Problem:
 
 
 def _agree_on_run(
-    plan: RunPlan, joined: Joined, going_on: GoingOn | None, text: str, held: ExitStack
-) -> RunDir:
-    """Rank 0 claims and locks the run directory; the others learn its name, or that it cannot be had."""
+    plan: RunPlan, joined: Joined, resume: Resume, text: str, held: ExitStack
+) -> tuple[RunPlan, RunDir]:
+    """Rank 0 opens the run directory; the others learn its name and the checkpoint, or that it cannot be had."""
     key = "run directory"
     if joined.rank.rank == 0:
         try:
-            run = open_run(plan, text) if going_on is None else going_on.run
-            held.enter_context(locked(run))
-            if going_on is not None:
-                reopen_run(plan, run, going_on.choice)
+            going_on = chosen(plan, resume, held)
+            run = begin(plan, text, going_on, held)
         except FourfoldError as error:
             joined.store.set(key, json.dumps({"error": str(error)}))
             dist.destroy_process_group()  # every rank ends here, in the same way
             raise
-        joined.store.set(key, json.dumps({"path": str(run.path.absolute())}))
         say(f"run directory {run.path}")
-        return run
+        if going_on is not None:
+            plan = going_on.plan
+            for path, reason in going_on.choice.passed_over:
+                say(f"passed over {path}: {reason}")
+            say(going_on.told)
+        joined.store.set(key, json.dumps({"path": str(run.path.absolute()), "resume_from": plan.resume_from}))
+        return plan, run
     told = json.loads(joined.store.get(key))
     if "error" in told:
         dist.destroy_process_group()
         raise SpecError(
             Problem("the run directory that rank 0 claims", told["error"], "rank 0 could not have it", "")
         )
-    return RunDir(Path(told["path"]))
+    return plan.model_copy(update={"resume_from": told["resume_from"]}), RunDir(Path(told["path"]))
 
 
 def main() -> NoReturn:

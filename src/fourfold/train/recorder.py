@@ -107,6 +107,7 @@ class Recorder:
         Collectives: those of `Meter.flush`.
         """
         self._meter.flush()
+        self._events.flush()
         return START if self._metrics is None else self._marker.mark()
 
     def saved(self, step: int, folder: Path, seconds: float) -> None:

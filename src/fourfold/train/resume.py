@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 from fourfold.checkpoint.choose import Choice, PassedOver, look, newest_valid
 from fourfold.checkpoint.hold import in_use
-from fourfold.checkpoint.publish import discard, try_out
-from fourfold.launch.restarts import Point
+from fourfold.checkpoint.publish import discard, step_name, try_out
+from fourfold.launch.restarts import Point, started_again
 from fourfold.plan.run_plan import RunPlan
-from fourfold.record.environment import environment
+from fourfold.record.lock import locked
 from fourfold.record.problems import unwritable
 from fourfold.record.reader import RunReader, read_lines
 from fourfold.record.rewind import keep_lines_until
-from fourfold.record.run_dir import RunDir
+from fourfold.record.run_dir import RunDir, is_empty
 from fourfold.record.writer import write_json
 from fourfold.spec.errors import DataError, Problem, SpecError
 
@@ -68,9 +68,8 @@ class GoingOn:
 def resumed(plan: RunPlan, resume: Resume) -> GoingOn | None:
     """The plan that goes on from the newest valid checkpoint of `run.dir`; None if the run begins anew.
 
-    "never": always anew. "must": a checkpoint, or DataError. "auto": anew where the directory does not exist, or its
-    start was killed before it held the request (what there is of it is removed); in the same directory if it was
-    killed before its first save.
+    "never": always anew. "must": a checkpoint, or DataError. "auto": anew where there is no such directory, or nothing
+    in it; in the same directory if it was killed before its first save. Nothing is written.
     Raises SpecError for a directory of another run, naming every setting that differs; DataError for a run without a
     valid checkpoint.
     """
@@ -87,42 +86,61 @@ def resumed(plan: RunPlan, resume: Resume) -> GoingOn | None:
             )
         )
     run = RunDir(Path(wanted))
-    if resume == "auto" and (_cleared(run) or not run.path.exists()):
+    if resume == "auto" and (not run.path.exists() or is_empty(run.path)):
         return None
-    differing = _differences(
-        RunReader(run.path).spec().model_dump(mode="json"), plan.spec.model_dump(mode="json")
-    )
+    before = RunReader(run.path).spec().model_dump(mode="json")
+    differing = differences(before, plan.spec.model_dump(mode="json"))
     if differing:
         raise SpecError([_differs(run, *difference) for difference in differing])
     choice = newest_valid(run.checkpoints)
-    if choice.path is None and not (resume == "auto" and _may_begin_anew(plan, run, choice)):
+    if choice.path is None and not (resume == "auto" and _may_begin_anew(run, choice)):
         raise DataError(_none(run, choice.passed_over))
     resume_from = None if choice.path is None else str(choice.path)
     return GoingOn(plan.model_copy(update={"resume_from": resume_from}), run, choice)
 
 
+def chosen(plan: RunPlan, resume: Resume, held: ExitStack) -> GoingOn | None:
+    """`resumed`, under the lock of the run that goes on, which `held` keeps.
+
+    Nobody saves, prunes or goes on with that run between the choice and what follows from it.
+    Raises SpecError also where another run is at work in the directory.
+    """
+    wanted = plan.spec.run.dir
+    if resume != "never" and wanted is not None and RunDir(Path(wanted)).is_run:
+        held.enter_context(locked(RunDir(Path(wanted))))
+    return resumed(plan, resume)
+
+
 def reopen_run(plan: RunPlan, run: RunDir, choice: Choice) -> None:
     """Write the new plan into the run's directory; the request of the first start stays.
 
-    If the run begins anew, the metrics do, too. Damaged checkpoints that were passed over are set aside under another
-    name, whole, so that the run can save those steps again. Raises DataError where no checkpoint could be saved, or
-    nothing written.
+    If the run begins anew, the metrics do, too. What stands in the way of a later save is set aside under another name,
+    whole. Raises DataError where no checkpoint could be saved, or nothing written.
     """
     try_out(run.checkpoints)
     write_json(run.plan_json, plan)
-    if not run.env_json.exists():  # the first start was killed before it had written it
-        write_json(run.env_json, environment())
+    started_again(run)
     if plan.resume_from is None:
         keep_lines_until(run.metrics, 0)
-    for path, _ in choice.passed_over:
-        if path.name.startswith("step-") and path.is_dir():
-            aside = path.with_name(f".damaged-{path.name}-{uuid.uuid4().hex[:8]}")
-            try:
-                path.rename(aside)
-            except OSError as error:
-                raise unwritable(
-                    path, error, "set the damaged checkpoint aside", "it is as it was"
-                ) from error
+    for path in _in_the_way(run, choice):
+        aside = path.with_name(f".aside-{path.name}-{uuid.uuid4().hex[:8]}")
+        try:
+            path.rename(aside)
+        except OSError as error:
+            raise unwritable(
+                path, error, "set aside what is no checkpoint of this run", "it is as it was"
+            ) from error
+
+
+def _in_the_way(run: RunDir, choice: Choice) -> list[Path]:
+    """Whatever has the name of a checkpoint and is not one, or not that of its step: the run will save those steps."""
+    whole = {
+        saved.path
+        for saved in look(run.checkpoints).saved
+        if saved.path.name == step_name(saved.manifest.step)
+    }
+    whole -= {path for path, _ in choice.passed_over}
+    return sorted(path for path in run.checkpoints.glob("step-*") if path not in whole)
 
 
 def next_point(plan: RunPlan, run: RunDir) -> Point:
@@ -152,30 +170,10 @@ def _go_back(plan: RunPlan, run: RunDir, choice: Choice) -> None:
             discard(folder)
 
 
-def _cleared(run: RunDir) -> bool:
-    """Whether this was the directory of a start that was killed before the request was in it; it is removed then."""
-    if run.is_run or not run.path.is_dir():
-        return False
-    remains = list(run.path.iterdir())
-    of_a_start = (run.spec_toml.name, f".{run.spec_toml.name}.", f".{run.spec_json.name}.")
-    if not all(path.name.startswith(of_a_start) for path in remains):
-        return False  # somebody's own directory
-    try:
-        for path in remains:
-            path.unlink(missing_ok=True)  # under torchrun every rank is at it
-        with suppress(FileNotFoundError):
-            run.path.rmdir()
-    except OSError as error:
-        raise unwritable(run.path, error, "remove what a killed start left", "it holds no run yet") from error
-    return True
-
-
-def _may_begin_anew(plan: RunPlan, run: RunDir, choice: Choice) -> bool:
-    """Whether nothing is lost by that: no save ever succeeded, and either none was due yet or no step was done."""
-    if _was_saved(run, choice):
-        return False
-    asked = plan.spec.checkpoint
-    return asked.every > 0 or asked.every_s > 0 or not any(True for _ in _lines(run.metrics))
+def _may_begin_anew(run: RunDir, choice: Choice) -> bool:
+    """Whether nothing is lost by that but what the kill has lost: no save was ever done, and it is not finished."""
+    finished = any(line.get("ending") == "finished" for line in _lines(run.events(0)))
+    return not finished and not _was_saved(run, choice)
 
 
 def _was_saved(run: RunDir, choice: Choice) -> bool:
@@ -188,12 +186,13 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     return read_lines(path) if path.exists() else iter(())
 
 
-def _differences(before: Any, after: Any, at: str = "") -> list[tuple[str, Any, Any]]:
+def differences(before: Any, after: Any, at: str = "") -> list[tuple[str, Any, Any]]:
+    """What makes two settled Specs (as JSON has them) those of different runs: setting, before, after."""
     if isinstance(before, dict) and isinstance(after, dict):
         return [
             found
             for key in sorted(before.keys() | after.keys())
-            for found in _differences(before.get(key), after.get(key), f"{at}.{key}" if at else key)
+            for found in differences(before.get(key), after.get(key), f"{at}.{key}" if at else key)
         ]
     return [] if before == after or at in FREE or at.startswith("hardware.") else [(at, before, after)]
 

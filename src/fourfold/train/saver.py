@@ -8,9 +8,11 @@ from pathlib import Path
 
 from fourfold.checkpoint.retention import execute, plan_prune
 from fourfold.checkpoint.save import NotSaved
+from fourfold.checkpoint.together import gather_json
 from fourfold.data.batch import Batch
+from fourfold.record.rewind import START, Mark
 from fourfold.record.run_dir import RunDir
-from fourfold.spec.errors import DataError
+from fourfold.spec.errors import DataError, Problem
 from fourfold.train.recorder import Recorder
 from fourfold.train.saving import load_state, save_state
 from fourfold.train.setup import Training
@@ -59,14 +61,14 @@ class Saver:
     def save(self, step: int, batches: Sequence[Batch], stopping: bool) -> None:
         """Save the state after `step` (from 0), unless it is saved; then remove what need not be kept.
 
-        stopping: the run ends here. Collectives: those of `save_state` and of the metrics.
+        stopping: the run ends here. Collectives: those of `save_state` and of the metrics, and two small all-gathers.
         Raises NotSaved on every rank if it fails and the run cannot go on without it.
         """
         if step == self._saved:
             return
-        metrics = self._record.mark()
-        begin = time.perf_counter()
         try:
+            metrics = self._mark()
+            begin = time.perf_counter()
             folder = save_state(self._training, self._run, step, batches, metrics)
         except NotSaved as error:
             last = step + 1 == self._training.spec.run.steps
@@ -80,10 +82,27 @@ class Saver:
             self._prune(folder.parent)
         self._since = time.monotonic()
 
+    def _mark(self) -> Mark:
+        """The end of the record so far. Raises NotSaved on every rank if it cannot be put on disk on any.
+
+        Collectives: those of `Recorder.mark`, and two small all-gathers.
+        """
+        mark = START
+        problems: Sequence[Problem] = ()
+        try:
+            mark = self._record.mark()
+        except DataError as error:
+            problems = error.problems
+        told = gather_json([[p.asked, p.found, p.why, p.instead, p.where] for p in problems])
+        found = dict.fromkeys(Problem(*parts) for of_rank in told for parts in of_rank)
+        if found:
+            raise NotSaved(list(found))
+        return mark
+
     def _prune(self, ckpt_dir: Path) -> None:
         if self._training.joined.rank.rank == 0:
             keep = self._asked
             try:
                 execute(plan_prune(ckpt_dir, keep.keep_last, keep.keep_every, keep.keep_every_s))
-            except DataError as error:  # what cannot be removed costs room, not the run
-                self._record.note(str(error))
+            except OSError as error:  # a DataError too: what cannot be removed costs room, not the run
+                self._record.note(f"not pruned: {error}")

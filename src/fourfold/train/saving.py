@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -20,9 +22,11 @@ from fourfold.data.batch import Batch
 from fourfold.record.rewind import Mark
 from fourfold.record.run_dir import RunDir
 from fourfold.spec.errors import CheckFailed, DataError, Problem
+from fourfold.spec.spec import Spec
 from fourfold.train.allowed import Allowed, allowed
 from fourfold.train.observe import observing
 from fourfold.train.precision import autocast
+from fourfold.train.resume import differences
 from fourfold.train.setup import Training
 from fourfold.train.state import PlainState, make_room, never_updated, tensors_of
 from fourfold.train.streams import restore_streams
@@ -68,12 +72,15 @@ def load_state(training: Training, folder: Path) -> Restored:
     """Put a checkpoint's state back.
 
     Collectives: those of `open_together`, of `checkpoint.load` and of `observing`, and one small sum.
-    Raises DataError for a checkpoint that cannot be read, is of other data or of another world, or holds other entries
+    Raises DataError for a checkpoint that cannot be read, is of another run (world, Spec, data), or holds other entries
     than the Spec allows; CheckFailed if the last batch's loss is not, bit for bit, the one that was saved.
     """
+    training.beat(0, "load", True)
     manifest, told = open_together(folder)
     state = _plain_state(folder, told)
-    _check_run(training, manifest, folder)
+    _check_world(training, manifest, folder)
+    _check_spec(training, state, folder)
+    _check_data(training, manifest, folder)
     rank = training.joined.rank.rank
     others = {
         name for name in manifest.tensors if name.startswith("rank") and not name.startswith(f"rank{rank}.")
@@ -89,16 +96,24 @@ def load_state(training: Training, folder: Path) -> Restored:
 
 
 def _plain_state(folder: Path, told: dict[str, Any]) -> PlainState:
+    why = "it was saved by another program, or by a Fourfold that kept other things"
     try:
-        return PlainState.model_validate(told)
+        state = PlainState.model_validate(told)
     except ValidationError as error:
-        found = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        why = "it was saved by another program, or by a Fourfold that kept other things"
+        raise DataError(damaged(folder, STATE, _told(error), why)) from error
+    try:
+        float.fromhex(state.probe_loss)
+    except (ValueError, OverflowError) as error:
+        found = f"probe_loss: {state.probe_loss!r}, no hexadecimal float"
         raise DataError(damaged(folder, STATE, found, why)) from error
+    return state
 
 
-def _check_run(training: Training, manifest: Manifest, folder: Path) -> None:
-    """As many ranks, the same data, and the same place in them."""
+def _told(error: ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+
+
+def _check_world(training: Training, manifest: Manifest, folder: Path) -> None:
     world = training.joined.rank.world
     if manifest.world != world:
         raise DataError(
@@ -109,6 +124,31 @@ def _check_run(training: Training, manifest: Manifest, folder: Path) -> None:
                 instead=f"--nproc {manifest.world}",
             )
         )
+
+
+def _check_spec(training: Training, state: PlainState, folder: Path) -> None:
+    """The run that was saved is this one, but for how it is watched and kept."""
+    try:
+        saved = Spec.model_validate_json(json.dumps(state.spec))
+    except ValidationError as error:
+        why = "it is no Spec as this Fourfold settles one"
+        raise DataError(damaged(folder, STATE, f"spec: {_told(error)}", why)) from error
+    differing = differences(saved.model_dump(mode="json"), training.spec.model_dump(mode="json"))
+    if differing:
+        raise DataError([_of_another_run(folder, *difference) for difference in differing])
+
+
+def _of_another_run(folder: Path, key: str, saved: Any, here: Any) -> Problem:
+    return Problem(
+        asked=f"go on from {folder} under {key} = {here!r}",
+        found=f"it was saved under {key} = {saved!r}",
+        why="it is a checkpoint of another run: what went on from it would be neither run",
+        instead=f"mv {quote(str(folder))} somewhere else, out of {folder.parent.name}/",
+    )
+
+
+def _check_data(training: Training, manifest: Manifest, folder: Path) -> None:
+    """The same data, and the same place in them."""
     here = training.sources.content_hash, training.schedule.position(manifest.step)
     if here != (manifest.data_hash, manifest.position):
         raise DataError(

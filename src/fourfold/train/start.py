@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,8 +12,10 @@ from fourfold.checkpoint.validate import read_manifest
 from fourfold.data.source import require_paths
 from fourfold.plan.run_plan import RunPlan
 from fourfold.record.environment import environment
-from fourfold.record.run_dir import RunDir, claim, claim_next
+from fourfold.record.lock import locked
+from fourfold.record.run_dir import RunDir, claim_filled, claim_next
 from fourfold.record.writer import write_json, write_request
+from fourfold.train.resume import GoingOn, next_point, reopen_run
 
 if TYPE_CHECKING:
     from fourfold.launch.stop import StopRequest
@@ -22,7 +25,7 @@ RUNS = Path("runs")
 
 
 def open_run(plan: RunPlan, text: str) -> RunDir:
-    """Claim `run.dir`, or the next free runs/<name>-<n>, and write the request, the plan and the environment into it.
+    """Claim `run.dir`, or the next free runs/<name>-<n>, with the request, the plan and the environment in it.
 
     text: the TOML that was asked with, kept verbatim.
 
@@ -30,12 +33,27 @@ def open_run(plan: RunPlan, text: str) -> RunDir:
     a run that cannot begin takes no name.
     """
     require_paths(plan.spec.data)
+
+    def fill(run: RunDir) -> None:
+        write_json(run.env_json, environment())
+        write_json(run.plan_json, plan)
+        write_request(run, plan.spec, plan.provenance, text)
+
     wanted = plan.spec.run.dir
-    run = claim(wanted) if wanted is not None else claim_next(RUNS, plan.spec.name)
-    write_request(run, plan.spec, plan.provenance, text)
-    write_json(run.plan_json, plan)
-    write_json(run.env_json, environment())
-    return run
+    return claim_filled(wanted, fill) if wanted is not None else claim_next(RUNS, plan.spec.name, fill)
+
+
+def begin(plan: RunPlan, text: str, going_on: GoingOn | None, held: ExitStack) -> RunDir:
+    """Open the run directory, or open it again as `chosen`; `held` keeps its lock.
+
+    Raises what `open_run`, `reopen_run` and `locked` raise.
+    """
+    if going_on is None:
+        run = open_run(plan, text)
+        held.enter_context(locked(run))
+        return run
+    reopen_run(going_on.plan, going_on.run, going_on.choice)
+    return going_on.run
 
 
 def start(plan: RunPlan, run: RunDir, stop: StopRequest | None = None, max_restarts: int = 0) -> Outcome:
@@ -46,7 +64,6 @@ def start(plan: RunPlan, run: RunDir, stop: StopRequest | None = None, max_resta
     """
     from fourfold.launch.agent import Launch, launch
     from fourfold.launch.restarts import Restarts
-    from fourfold.train.resume import next_point
 
     done = read_manifest(Path(plan.resume_from)).step if plan.resume_from else 0
     return launch(

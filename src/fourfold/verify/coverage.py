@@ -6,7 +6,8 @@ run wrote down while it trained. Both fill the same ledger and ask it the same q
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,8 @@ def run_coverage(path: Path, *, out: Path | None = None, command: str = "") -> d
     sources = open_sources(spec)
     _check_data(reader, sources.content_hash)
     schedule = batch_schedule(spec, len(sources.train), degree)
-    ledgers = [_recorded(reader, rank, schedule) for rank in reader.ranks()]
-    if not any(ledger.steps for ledger in ledgers):
+    records = [_recorded(reader, rank, schedule) for rank in reader.ranks()]
+    if not any(record.by_step for record in records):
         raise DataError(
             Problem(
                 asked=f"the samples that {path} was trained on",
@@ -97,40 +98,102 @@ def run_coverage(path: Path, *, out: Path | None = None, command: str = "") -> d
             )
         )
     check = LedgerCheck(schedule, _other_degrees(spec, schedule.samples), command, "this run: ")
-    check.fact("every rank left a record", f"{degree} ranks", f"{len(ledgers)} ranks", len(ledgers) == degree)
-    last = max(ledger.steps for ledger in ledgers)
-    if not all(_ended(reader, ledger.rank) for ledger in ledgers):
+    check.fact("every rank left a record", f"{degree} ranks", f"{len(records)} ranks", len(records) == degree)
+    last = max(record.reached for record in records)
+    if not all(_ended(reader, record.rank) for record in records):
         # Ranks of a run that failed stop where they stood: only what all of them wrote down can be judged.
-        last = min(ledger.steps for ledger in ledgers)
-        ledgers = [RankLedger(ledger.rank, ledger.ids[:last], ledger.rows[:last]) for ledger in ledgers]
+        last = min(record.reached for record in records)
         check.open("steps after the run failed", f"{last} steps are on all ranks' records", "a run that ends")
-    check.ledger(ledgers, last)
+    ledgers = [record.ledger(schedule, last) for record in records]
+    if lacking := _lacking(records, degree, last):
+        measured = "; ".join(
+            f"{reader.dir.events(rank)} has no line of {_spans(steps)} of rank {rank}: nothing can be said of them"
+            for rank, steps in lacking.items()
+        )
+        check.fact("the record holds every step of every rank", f"steps 1-{last} of each", measured, False)
+        check.count(ledgers)
+        _as_scheduled(check, records, schedule, last)
+    elif last:
+        check.ledger(ledgers, last)
     folder = open_folder(path if out is None else out, spec.name)
     return check.document(folder, "coverage-of-run", spec, degree)
 
 
-def _recorded(reader: RunReader, rank: int, schedule: BatchSchedule) -> RankLedger:
-    """One rank's ledger from its events; where each id stands in the global batch is the schedule's arithmetic."""
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What one rank wrote down. by_step: step from 1 -> sample ids; reached: steps that it has done, by its record."""
+
+    rank: int
+    by_step: dict[int, list[int]]
+    reached: int
+
+    def ledger(self, schedule: BatchSchedule, last: int) -> RankLedger:
+        """The steps recorded up to `last`; where each id stands in the global batch is the schedule's arithmetic."""
+        ids = [self.by_step[step] for step in sorted(self.by_step) if step <= last]
+        rows = np.concatenate([schedule.rows(self.rank, micro) for micro in range(schedule.accumulation)])
+        placed = np.asarray(ids, dtype=np.int64).reshape(len(ids), len(rows))
+        return RankLedger(self.rank, placed, np.broadcast_to(rows, placed.shape))
+
+
+def _recorded(reader: RunReader, rank: int, schedule: BatchSchedule) -> _Record:
+    """One rank's record from its events."""
     by_step: dict[int, list[int]] = {}
+    began = 0
     for event in reader.events(rank):
         if event["kind"] == "start":  # a resumed run takes back what came after its checkpoint
-            by_step = {step: ids for step, ids in by_step.items() if step <= event["step"]}
+            began = event["step"]
+            by_step = {step: ids for step, ids in by_step.items() if step <= began}
         elif event["kind"] == "step":
             by_step[event["step"]] = event["sample_ids"]
-    ids = [by_step[step] for step in sorted(by_step)]
     width = schedule.accumulation * schedule.micro_batch
-    if any(len(step) != width for step in ids) or rank >= schedule.degree:
+    if any(len(ids) != width for ids in by_step.values()) or rank >= schedule.degree:
         raise DataError(
             Problem(
                 asked=f"{width} sample ids in each step of rank {rank}",
-                found=f"steps with {', '.join(map(str, sorted({len(step) for step in ids})))}",
+                found=f"steps with {', '.join(map(str, sorted({len(ids) for ids in by_step.values()})))}",
                 why=f"its Spec says {schedule.degree} ranks, and so many samples on each",
                 instead=f"ls -l {reader.dir.events_dir}",
             )
         )
-    rows = np.concatenate([schedule.rows(rank, micro) for micro in range(schedule.accumulation)])
-    placed = np.asarray(ids, dtype=np.int64).reshape(len(ids), width)
-    return RankLedger(rank, placed, np.broadcast_to(rows, placed.shape))
+    return _Record(rank, by_step, max(by_step, default=began))
+
+
+def _lacking(records: Sequence[_Record], degree: int, last: int) -> dict[int, list[int]]:
+    """By rank the steps that it has done, or that were done without a record of it at all, and of which no line is."""
+    known = {record.rank: record for record in records}
+    lacking = {}
+    for rank in range(degree):
+        record = known.get(rank, _Record(rank, {}, last))
+        steps = [step for step in range(1, min(record.reached, last) + 1) if step not in record.by_step]
+        if steps:
+            lacking[rank] = steps
+    return lacking
+
+
+def _as_scheduled(check: LedgerCheck, records: Sequence[_Record], schedule: BatchSchedule, last: int) -> None:
+    """What an incomplete record still shows: the samples of the steps that are in it."""
+    wrong, lines = [], 0
+    for record in records:
+        rows = np.concatenate([schedule.rows(record.rank, micro) for micro in range(schedule.accumulation)])
+        for step, ids in sorted(record.by_step.items()):
+            if step <= last:
+                lines += 1
+                if schedule.ids(range(step - 1, step), rows)[0].tolist() != ids:
+                    wrong.append(f"rank {record.rank}, step {step}: other samples")
+    measured = wrong[0] if wrong else f"so in {lines} lines"
+    check.fact("every line of a step has the samples that are due in it", "the same", measured, not wrong)
+
+
+def _spans(steps: Sequence[int]) -> str:
+    """Ascending step numbers in words: "steps 1-4, 9"."""
+    spans: list[list[int]] = []
+    for step in steps:
+        if spans and step == spans[-1][1] + 1:
+            spans[-1][1] = step
+        else:
+            spans.append([step, step])
+    told = ", ".join(f"{first}-{end}" if end > first else f"{first}" for first, end in spans)
+    return f"step{'s' if len(steps) > 1 else ''} {told}"
 
 
 def _check_data(reader: RunReader, content_hash: str) -> None:

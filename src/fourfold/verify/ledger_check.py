@@ -80,15 +80,7 @@ class LedgerCheck:
     def ledger(self, ledgers: Sequence[RankLedger], asked: int) -> None:
         """Everything that sample ids alone can say about `asked` steps."""
         counts = [ledger.steps for ledger in ledgers]
-        self.ranks = [
-            {
-                "rank": ledger.rank,
-                "steps": ledger.steps,
-                "samples": int((ledger.ids != FILLER).sum()),
-                "fillers": int((ledger.ids == FILLER).sum()),
-            }
-            for ledger in ledgers
-        ]
+        self.count(ledgers)
         self.fact(
             "every rank takes the same number of steps",
             f"{asked} on each",
@@ -99,6 +91,18 @@ class LedgerCheck:
         delivered = global_batches(ledgers, self.schedule.global_batch)
         self._order(delivered)
         self._degrees(delivered)
+
+    def count(self, ledgers: Sequence[RankLedger]) -> None:
+        """What each rank was given, in numbers."""
+        self.ranks = [
+            {
+                "rank": ledger.rank,
+                "steps": ledger.steps,
+                "samples": int((ledger.ids != FILLER).sum()),
+                "fillers": int((ledger.ids == FILLER).sum()),
+            }
+            for ledger in ledgers
+        ]
 
     def _epochs(self, ledgers: Sequence[RankLedger], steps: int) -> None:
         per_epoch = self.schedule.steps_per_epoch
