@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.record.reader import read_lines
-from fourfold.record.rewind import START, Mark, Marker, keep_lines_until
+from fourfold.record.rewind import START, Mark, Marker, keep_lines_until, set_findings_aside
+from fourfold.record.run_dir import RunDir
 from fourfold.record.writer import JsonLines
 from fourfold.spec.errors import DataError
 
@@ -105,3 +106,19 @@ def test_any_lines_any_marks(
     kept = data.draw(st.sampled_from(marks))
     assert Marker(path).cut_back(kept)
     assert path.read_bytes() == b"".join(line + b"\n" for line in lines[: kept.lines])
+
+
+def test_findings_about_the_run_as_it_was_are_kept_apart(tmp_path):
+    run = RunDir(tmp_path)
+    set_findings_aside(run)
+    assert not run.findings.exists()
+    run.findings.mkdir()
+    for text in ("first", "second"):
+        (run.findings / "coverage.json").write_text(text)
+        set_findings_aside(run)
+    kept = sorted(run.findings.rglob("*.json"))
+    assert [str(path.relative_to(run.findings)) for path in kept] == [
+        "before-1/coverage.json",
+        "before-2/coverage.json",
+    ]
+    assert [path.read_text() for path in kept] == ["first", "second"]

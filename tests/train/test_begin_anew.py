@@ -121,3 +121,13 @@ def test_what_has_the_name_of_a_later_checkpoint_is_set_aside(tmp_path):
     assert not list(run.checkpoints.glob("step-*"))
     assert len(list(run.checkpoints.glob(".aside-step-*"))) == 2
     assert (run.checkpoints / "notes").is_dir()
+
+
+def test_another_number_of_ranks_is_named_as_such_and_not_by_what_follows_from_it(tmp_path):
+    run = open_run(plan(tmp_path / "run"), "")
+    two = rank_jobs.plan(2, f"run.dir={json.dumps(str(run.path))}", "checkpoint.every=2")
+    with pytest.raises(SpecError, match="it was started on 1") as caught:
+        resumed(two, "auto")
+    assert [problem.instead for problem in caught.value.problems] == ["--nproc 1"]
+    with pytest.raises(DataError, match="nothing has that name"):
+        resumed(plan(tmp_path / "nowhere"), "must")

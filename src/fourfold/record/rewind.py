@@ -10,6 +10,7 @@ from pydantic import NonNegativeInt
 
 from fourfold.record.problems import unwritable
 from fourfold.record.reader import read_lines
+from fourfold.record.run_dir import RunDir
 from fourfold.record.writer import dumps, write_text
 from fourfold.spec.errors import DataError, Problem
 from fourfold.spec.value import Value
@@ -76,6 +77,23 @@ class Marker:
             self._lines += block.count(b"\n")
             self._bytes += len(block)
         return Mark(lines=self._lines, bytes=self._bytes, xxh3_128=self._digest.hexdigest())
+
+
+def set_findings_aside(run: RunDir) -> None:
+    """What was checked before a run goes on says nothing of what it becomes: kept, in a folder of its own.
+
+    DataError if it cannot be moved.
+    """
+    files = sorted(run.findings.glob("*.json"))
+    if not files:
+        return
+    aside = run.findings / f"before-{1 + len(list(run.findings.glob('before-*')))}"
+    try:
+        aside.mkdir()
+        for file in files:
+            file.rename(aside / file.name)
+    except OSError as error:
+        raise unwritable(aside, error, "set earlier findings aside", "they are all there") from error
 
 
 def keep_lines_until(path: Path | str, step: int) -> None:

@@ -18,7 +18,7 @@ from fourfold.plan.run_plan import RunPlan
 from fourfold.record.lock import locked
 from fourfold.record.problems import unwritable
 from fourfold.record.reader import RunReader, read_lines
-from fourfold.record.rewind import keep_lines_until
+from fourfold.record.rewind import keep_lines_until, set_findings_aside
 from fourfold.record.run_dir import RunDir, is_empty
 from fourfold.record.writer import write_json
 from fourfold.spec.errors import DataError, Problem, SpecError
@@ -88,7 +88,12 @@ def resumed(plan: RunPlan, resume: Resume) -> GoingOn | None:
     run = RunDir(Path(wanted))
     if resume == "auto" and (not run.path.exists() or is_empty(run.path)):
         return None
-    before = RunReader(run.path).spec().model_dump(mode="json")
+    if resume == "must" and not run.path.exists():
+        raise DataError(_no_run(run))
+    reader = RunReader(run.path)
+    before = reader.spec().model_dump(mode="json")
+    if (world := reader.plan().get("world", plan.world)) != plan.world:
+        raise SpecError(_another_world(run, world, plan.world))
     differing = differences(before, plan.spec.model_dump(mode="json"))
     if differing:
         raise SpecError([_differs(run, *difference) for difference in differing])
@@ -114,12 +119,14 @@ def chosen(plan: RunPlan, resume: Resume, held: ExitStack) -> GoingOn | None:
 def reopen_run(plan: RunPlan, run: RunDir, choice: Choice) -> None:
     """Write the new plan into the run's directory; the request of the first start stays.
 
-    If the run begins anew, the metrics do, too. What stands in the way of a later save is set aside under another name,
-    whole. Raises DataError where no checkpoint could be saved, or nothing written.
+    If the run begins anew, the metrics do, too. Findings about the run as it was, and what stands in the way of a later
+    save, are set aside under other names, whole. Raises DataError where no checkpoint could be saved, or nothing
+    written.
     """
     try_out(run.checkpoints)
     write_json(run.plan_json, plan)
     started_again(run)
+    set_findings_aside(run)
     if plan.resume_from is None:
         keep_lines_until(run.metrics, 0)
     for path in _in_the_way(run, choice):
@@ -203,6 +210,24 @@ def _differs(run: RunDir, key: str, before: Any, after: Any) -> Problem:
         found=f"it was started with {key} = {before!r}",
         why="that would be another run from here on, not the same one",
         instead="the same Spec, or another run.dir",
+    )
+
+
+def _no_run(run: RunDir) -> Problem:
+    return Problem(
+        asked=f"go on with {run.path}",
+        found="nothing has that name",
+        why="there is no run to go on with",
+        instead="--resume auto  (begins it), or the run.dir of a run that was begun",
+    )
+
+
+def _another_world(run: RunDir, before: int, now: int) -> Problem:
+    return Problem(
+        asked=f"go on with {run.path} on {now} rank{'s' if now > 1 else ''}",
+        found=f"it was started on {before}",
+        why="going on with another number of ranks is not supported yet",
+        instead=f"--nproc {before}",
     )
 
 
