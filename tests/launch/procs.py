@@ -15,8 +15,10 @@ def lives(pid: int) -> bool:
 
 
 def wait_until_gone(*pids: int) -> None:
-    """Returns when none of them lives; the test's own time limit says when that takes too long."""
-    while any(lives(pid) for pid in pids):
+    """Returns when none of them lives; fails, naming who does, if that takes far longer than it should."""
+    until = time.monotonic() + 30
+    while left := [pid for pid in pids if lives(pid)]:
+        assert time.monotonic() < until, f"still there: {left}"
         time.sleep(0.01)
 
 

@@ -30,8 +30,11 @@ def test_a_full_disk_is_silence_too():
 
 
 def test_a_stderr_that_is_no_file_is_left_alone(monkeypatch):
+    tried = []
+
     class Broken:
-        def write(self, _: str) -> int:
+        def write(self, text: str) -> int:
+            tried.append(text)
             raise BrokenPipeError
 
         def flush(self) -> None: ...
@@ -39,5 +42,7 @@ def test_a_stderr_that_is_no_file_is_left_alone(monkeypatch):
         def fileno(self) -> int:
             raise ValueError
 
-    monkeypatch.setattr(sys, "stderr", Broken())
+    monkeypatch.setattr(sys, "stderr", broken := Broken())
     say("a text")
+    assert tried == ["a text"]
+    assert sys.stderr is broken
