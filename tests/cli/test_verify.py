@@ -9,19 +9,6 @@ import pytest
 from fourfold.cli.main import main
 from fourfold.cli.verify import findings_table
 
-SPEC = """
-model = {kind = "mlp", inputs = 4}
-data = {kind = "synthetic", samples = 50}
-batch = {global_batch = 8, micro_batch = 2}
-"""
-
-
-@pytest.fixture
-def spec(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.toml").write_text(SPEC)
-    return "small.toml"
-
 
 def test_coverage_prints_a_table_and_the_next_command(spec, capsys):
     assert main(["verify", "coverage", spec, "--world", "2", "--set", "run.seed=3"]) == 0

@@ -13,19 +13,6 @@ from fourfold.cli.main import main
 
 pytestmark = pytest.mark.timeout(300)  # a check is a dozen small pools, one after another
 
-SPEC = """
-model = {kind = "mlp", inputs = 4}
-data = {kind = "synthetic", samples = 50}
-batch = {global_batch = 8, micro_batch = 2}
-"""
-
-
-@pytest.fixture
-def spec(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.toml").write_text(SPEC)
-    return "small.toml"
-
 
 def test_it_prints_a_table_and_the_next_command(spec, capsys):
     assert main(["verify", "resume", spec, "--world", "1", "--set", "run.seed=3"]) == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from fourfold.record.finding import Finding, document, verdict_of, write_findings
+from fourfold.record.finding import Finding, document, fact, not_tested, verdict_of, write_findings
 from fourfold.record.run_dir import RunDir
 
 PASSED = Finding(claim="equal", kind="fact", expected="<= 1e-12", measured="3e-15", verdict="pass")
@@ -62,3 +62,10 @@ def test_a_document_is_written_into_the_run(tmp_path: Path) -> None:
     assert found == document("fourfold.verify.equal/1", [PASSED, OPEN], worst=0.5)
     assert (found["schema"], found["verdict"], found["worst"]) == ("fourfold.verify.equal/1", "pass", 0.5)
     assert [entry["claim"] for entry in found["findings"]] == ["equal", "fast"]
+
+
+def test_a_fact_holds_or_fails_and_an_open_point_says_what_would_test_it() -> None:
+    assert fact("equal", "<= 1e-12", "3e-15", True) == PASSED
+    assert fact("equal", "<= 1e-12", "nan", False) == FAILED
+    assert fact("equal", "0", "0", True, evidence="a file").evidence == "a file"
+    assert not_tested("fast", "", "a GPU") == OPEN

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,17 @@ def verb(
         return code, json.loads(capsys.readouterr().out)
 
     return call
+
+
+@pytest.fixture(scope="module")
+def score(request):
+    """What was caught, and how many clean runs passed; printed at the end."""
+    caught: dict[str, bool] = {}
+    yield caught
+    faults = [name for name in caught if not name.startswith("clean")]
+    clean = [name for name in caught if name.startswith("clean")]
+    print(
+        f"\n{request.module.__name__}: planted faults caught {sum(caught[n] for n in faults)} of {len(faults)}, "
+        f"clean runs passed {sum(caught[n] for n in clean)} of {len(clean)}",
+        file=sys.__stdout__,
+    )

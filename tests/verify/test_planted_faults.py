@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 
 import pytest
@@ -59,20 +58,6 @@ IN_STEP = {
     "nan_on_rank_1": (1, None, {1}, "gradient before clipping", "norm.weight", "dp_replicate", ""),
     "count_of_one_rank": (1, None, {0, 1}, "gradient before clipping", "", "dp_replicate", "× the right one"),
 }
-
-
-@pytest.fixture(scope="module")
-def score():
-    """What was caught, and how many clean runs passed; printed at the end."""
-    caught: dict[str, bool] = {}
-    yield caught
-    faults = [name for name in caught if not name.startswith("clean")]
-    clean = [name for name in caught if name.startswith("clean")]
-    print(
-        f"\nplanted faults caught {sum(caught[n] for n in faults)} of {len(faults)}, "
-        f"clean runs passed {sum(caught[n] for n in clean)} of {len(clean)}",
-        file=sys.__stdout__,
-    )
 
 
 @pytest.fixture(scope="module")

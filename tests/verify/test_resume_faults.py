@@ -4,7 +4,6 @@ shipped command catches it and names where it begins."""
 from __future__ import annotations
 
 import hashlib
-import sys
 
 import pytest
 
@@ -55,20 +54,6 @@ CAUGHT_IN_OWN = {
     "batches_not_counted_on": (LOADED, "model.norm.num_batches_tracked", "0 in place of 4"),
     "streams_not_restored": (LOADED, "rank 0, random stream rank0.torch", "what a new run begins with"),
 }
-
-
-@pytest.fixture(scope="module")
-def score():
-    """What was caught, and how many clean runs passed; printed at the end."""
-    caught: dict[str, bool] = {}
-    yield caught
-    faults = [name for name in caught if not name.startswith("clean")]
-    clean = [name for name in caught if name.startswith("clean")]
-    print(
-        f"\nresume: planted faults caught {sum(caught[n] for n in faults)} of {len(faults)}, "
-        f"clean runs passed {sum(caught[n] for n in clean)} of {len(clean)}",
-        file=sys.__stdout__,
-    )
 
 
 @pytest.fixture(scope="module")

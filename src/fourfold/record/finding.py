@@ -47,6 +47,17 @@ class Finding(Value):
         return self
 
 
+def fact(claim: str, expected: str, measured: str, holds: bool, **more: str) -> Finding:
+    """A fact that holds or does not; `more`: tolerance, evidence, command."""
+    verdict: Literal["pass", "fail"] = "pass" if holds else "fail"
+    return Finding(claim=claim, kind="fact", expected=expected, measured=measured, verdict=verdict, **more)
+
+
+def not_tested(claim: str, why: str, would_test: str) -> Finding:
+    """An open point: what was not tested, why, and what would test it."""
+    return Finding(claim=claim, kind="open", expected="", measured=why, verdict="open", would_test=would_test)
+
+
 def verdict_of(findings: Sequence[Finding]) -> Literal["pass", "fail"]:
     """ "pass" if something passed and nothing failed: a check that checked nothing has shown nothing."""
     verdicts = {finding.verdict for finding in findings}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from fourfold.record.finding import Finding
+from fourfold.record.finding import Finding, fact, not_tested
 from fourfold.spec.errors import RankFailed
 from fourfold.spec.spec import Spec
 from fourfold.verify.deviation import Deviation
@@ -176,24 +176,11 @@ class Judge:
         self._add(claim, "equal to one device", measured, not beyond, f"{tolerance:g}")
 
     def _add(self, claim: str, expected: str, measured: str, holds: bool, tolerance: str = "") -> None:
-        self.findings.append(
-            Finding(
-                claim=claim,
-                kind="fact",
-                expected=expected,
-                measured=measured,
-                tolerance=tolerance,
-                verdict="pass" if holds else "fail",
-                command=self.command,
-            )
-        )
+        more = {"tolerance": tolerance, "command": self.command}
+        self.findings.append(fact(claim, expected, measured, holds, **more))
 
     def _open(self, claim: str, why: str, would_test: str) -> None:
-        self.findings.append(
-            Finding(
-                claim=claim, kind="open", expected="", measured=why, verdict="open", would_test=would_test
-            )
-        )
+        self.findings.append(not_tested(claim, why, would_test))
 
 
 def _loss_gap(ranks: Iterable[RankGaps], reference: Reference, step: int) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 from fourfold.data.sample import Source
 from fourfold.data.schedule import BatchSchedule
 from fourfold.data.transforms import Transform, transformed
-from fourfold.record.finding import Finding, document, write_findings
+from fourfold.record.finding import Finding, document, fact, not_tested, write_findings
 from fourfold.record.run_dir import RunDir
 from fourfold.spec.spec import Spec
 from fourfold.verify.ledger import (
@@ -48,28 +48,10 @@ class LedgerCheck:
     epochs: list[dict[str, Any]] = field(default_factory=list)
 
     def fact(self, claim: str, expected: str, measured: str, holds: bool) -> None:
-        self.findings.append(
-            Finding(
-                claim=self.subject + claim,
-                kind="fact",
-                expected=expected,
-                measured=measured,
-                verdict="pass" if holds else "fail",
-                command=self.command,
-            )
-        )
+        self.findings.append(fact(self.subject + claim, expected, measured, holds, command=self.command))
 
     def open(self, claim: str, why: str, would_test: str) -> None:
-        self.findings.append(
-            Finding(
-                claim=self.subject + claim,
-                kind="open",
-                expected="",
-                measured=why,
-                verdict="open",
-                would_test=would_test,
-            )
-        )
+        self.findings.append(not_tested(self.subject + claim, why, would_test))
 
     def nothing_came(self, steps: int, why: str) -> None:
         """A rank failed before its ledger was handed over: nothing is known to have been delivered."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.checkpoint.validate import validate
-from fourfold.record.finding import Finding, verdict_of
+from fourfold.record.finding import Finding, fact, not_tested, verdict_of
 from fourfold.spec.spec import Spec
 from fourfold.verify import resume_compare as compared
 from fourfold.verify.resume_compare import Deviation, Rules
@@ -228,24 +228,11 @@ class Judge:
         return str(path.relative_to(self.folder)) if path.is_relative_to(self.folder) else str(path)
 
     def _add(self, claim: str, expected: str, measured: str, holds: bool, evidence: str = "") -> None:
-        self.findings.append(
-            Finding(
-                claim=claim,
-                kind="fact",
-                expected=expected,
-                measured=measured,
-                verdict="pass" if holds else "fail",
-                evidence=evidence,
-                command=self.command,
-            )
-        )
+        more = {"evidence": evidence, "command": self.command}
+        self.findings.append(fact(claim, expected, measured, holds, **more))
 
     def _open(self, claim: str, why: str, would_test: str) -> None:
-        self.findings.append(
-            Finding(
-                claim=claim, kind="open", expected="", measured=why, verdict="open", would_test=would_test
-            )
-        )
+        self.findings.append(not_tested(claim, why, would_test))
 
 
 def _several(steps: Iterable[int]) -> str:
