@@ -33,16 +33,52 @@ def document(capsys: pytest.CaptureFixture[str], *line: object, code: int = 0) -
     return told
 
 
-def test_inspect(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_inspect_one(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     newest = run / "ckpt" / "10000"
-    out, err = call(capsys, "inspect", run)
-    assert "10,000, after 160,000 samples" in out
-    assert "model.weight [5, 3]" in out and "torch 2.13.0" in out
+    out, err = call(capsys, "inspect", newest)
+    assert "10,000, after 160,000 samples" in out and "torch 2.13.0" in out
+    assert "tensors      4\n  model      3, 188 B\n  optimizer  1, 8 B\n" in out
+    assert "model.weight" not in out
     assert err == f"next: fourfold ckpt validate {newest}\n"
-    for path in (run, run / "ckpt", newest):
-        told = document(capsys, "inspect", path)
-        assert (told["schema"], told["step"]) == ("fourfold.ckpt.inspect/1", 10000)
+    assert "model.weight [5, 3]" in call(capsys, "inspect", newest, "--tensors")[0]
+    told = document(capsys, "inspect", newest)
+    assert (told["schema"], told["step"], len(told["tensors"])) == ("fourfold.ckpt.inspect/1", 10000, 4)
+    assert told["by_kind"]["model"] == {"tensors": 3, "bytes": 188}
     assert document(capsys, "inspect", run / "ckpt" / "9900")["step"] == 9900
+
+
+def test_inspect_a_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Path("tiny-1")
+    for step in (9800, 9900, 10000, 10100):
+        write_checkpoint(run / "ckpt", step)
+    truncate(run / "ckpt" / "step-00010100" / FILES[0])
+    truncate(run / "ckpt" / "step-00009900" / "manifest.json")
+    (run / "ckpt" / "step-00009800").rename(run / "ckpt" / ".aside-step-00009800-ab")
+    leave_unfinished(run / "ckpt", 10200)
+    out, err = call(capsys, "inspect", run)
+    lines = out.splitlines()
+    assert lines[:2] == [
+        "path         tiny-1/ckpt",
+        "checkpoints  1 valid, 856 B; 2 damaged, 4.6 KiB; 1 unfinished, 11 B; 1 set",
+    ]
+    assert "newest       step 10,000, after 160,000 samples" in lines
+    assert "newest      10000  2027-01-15 10:46  160,000  856 B    step-00010000" in lines
+    assert (
+        f"damaged     step-00010100: {FILES[0]}: " in out
+        and "damaged     step-00009900: manifest.json" in out
+    )
+    assert "unfinished  .saving-step-00010200-abcd: a save that was not finished" in out
+    assert "set aside   9800 " in out
+    assert "hashes are not checked here" in lines[-1] and max(map(len, lines)) <= 80
+    newest = run / "ckpt" / "step-00010000"
+    assert err == f"next: fourfold ckpt inspect {newest}\n  or: fourfold ckpt validate {run}\n"
+    told = document(capsys, "inspect", run / "ckpt")
+    assert (told["schema"], told["newest_valid"]) == ("fourfold.ckpt.list/1", str(newest))
+    states = ["damaged", "valid", "damaged", "unfinished", "set aside"]
+    assert [entry["state"] for entry in told["checkpoints"]] == states
 
 
 def test_validate_a_whole_one(capsys: pytest.CaptureFixture[str], run: Path) -> None:
@@ -88,7 +124,7 @@ def test_a_newer_version(capsys: pytest.CaptureFixture[str], run: Path) -> None:
 
 def test_the_last_moment_of_the_calendar(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     forge(run / "ckpt" / "10000", lambda body: body.update(created=253402300799.0))
-    assert "9999-12-31 23:59:59 UTC" in call(capsys, "inspect", run)[0]
+    assert "9999-12-31 23:59:59 UTC" in call(capsys, "inspect", run / "ckpt" / "10000")[0]
     forge(run / "ckpt" / "10000", lambda body: body.update(created=1e300))
     assert "created: Input should be less than" in call(capsys, "inspect", run / "ckpt" / "10000", code=5)[1]
 
@@ -118,6 +154,7 @@ def test_prune(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     ("line", "code", "says"),
     [
         ("inspect nowhere", 5, "nothing has that name"),
+        ("inspect {run} --tensors", 2, "fourfold ckpt inspect {run}/ckpt/10000 --tensors"),
         ("validate nowhere", 5, "nothing has that name"),
         ("prune nowhere --keep-last 1", 5, "nothing has that name"),
         ("prune {run} --keep-last 0", 2, "the newest valid checkpoint always stays"),
@@ -131,7 +168,7 @@ def test_prune(capsys: pytest.CaptureFixture[str], run: Path) -> None:
 )
 def test_refusals(capsys: pytest.CaptureFixture[str], run: Path, line: str, code: int, says: str) -> None:
     out, err = call(capsys, *line.format(run=run).split(), code=code)
-    assert out == "" and says in err
+    assert out == "" and says.format(run=run) in err
 
 
 def test_tables_fit_80_columns(
@@ -140,7 +177,8 @@ def test_tables_fit_80_columns(
     monkeypatch.chdir(tmp_path)
     write_checkpoint(Path("ckpt"), 10), write_checkpoint(Path("ckpt"), 20)
     truncate(Path("ckpt/step-00000020") / FILES[0])
-    said = call(capsys, "inspect", "ckpt")[0] + call(capsys, "validate", "ckpt", code=5)[0]
+    said = call(capsys, "inspect", "ckpt")[0] + call(capsys, "inspect", "ckpt/step-00000010", "--tensors")[0]
+    said += call(capsys, "validate", "ckpt", code=5)[0]
     said += call(capsys, "prune", "ckpt", "--keep-last", 1, "--dry-run")[0]
     assert max(map(len, said.splitlines())) <= 80
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -73,11 +74,42 @@ def test_every_verb_can_be_found() -> None:
         assert isinstance(app[name], App)
 
 
-@pytest.mark.parametrize("name", VERBS)
-def test_help_of_every_verb_shows_three_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([name, "--help"]) == 0
-    examples = re.findall(r"^    (?:fourfold|torchrun) \S.*", capsys.readouterr().out, re.MULTILINE)
-    assert len(examples) == 3
+EVERY_VERB = [
+    (name, *words)
+    for name in VERBS
+    for words in ((), *((sub,) for sub in build_app(name)[name] if not sub.startswith("-")))
+]
+
+
+@pytest.mark.parametrize("words", EVERY_VERB, ids=" ".join)
+def test_help_of_every_verb_begins_with_three_examples(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--help"]) == 0
+    head, examples, usage, *_ = capsys.readouterr().out.split("\n\n")
+    assert head == "Examples:"
+    lines = examples.splitlines()
+    assert len(lines) == 3
+    assert all(re.match(r"    (?:fourfold|torchrun) \S", line) for line in lines)
+    assert usage.startswith(f"Usage: fourfold {' '.join(words)} ")
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("words", EVERY_VERB, ids=" ".join)
+def test_help_is_broken_only_where_a_line_is_full(
+    words: tuple[str, ...], width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main([*words, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= width
+    lines = out.partition("Usage: ")[2].splitlines()
+    for line, then in pairwise(lines):
+        panel = then.startswith("│      ")  # a further line of an entry
+        if panel or (line and then and "│" not in line + then and "─" not in line + then):
+            room = width - 2 if panel else width
+            word = then.strip("│ ").split()[0]
+            assert len(line.rstrip("│ ")) + 1 + len(word) > room, (line, then)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,6 +238,37 @@ def test_the_story_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     story("once")
     next_command("fourfold a", "fourfold b")
     assert capsys.readouterr() == ("", "once\nnext: fourfold a\n  or: fourfold b\n")
+
+
+def test_a_next_command_can_be_pasted_where_fourfold_is_not_on_the_path(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def told() -> str:
+        next_command("fourfold report runs/a", "python -m webbrowser x", "torchrun -m fourfold train tiny")
+        return capsys.readouterr().err
+
+    plain = (
+        "next: fourfold report runs/a\n  or: python -m webbrowser x\n  or: torchrun -m fourfold train tiny\n"
+    )
+    here, other = tmp_path / "a venv/bin", tmp_path / "other"
+    for folder in (here, other):
+        folder.mkdir(parents=True)
+        for name in ("fourfold", "python"):
+            (folder / name).write_text("#!/bin/sh\n")
+            (folder / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert told() == plain, "called as a module, or from another program"
+    monkeypatch.setattr(sys, "argv", ["a venv/bin/fourfold", "report"])
+    changed = (
+        "next: 'a venv/bin/fourfold' report runs/a\n  or: 'a venv/bin/python' -m webbrowser x\n"
+        "  or: torchrun -m fourfold train tiny\n"
+    )
+    assert told() == changed
+    monkeypatch.setenv("PATH", str(other))
+    assert told() == changed, "another one is on the path"
+    monkeypatch.setenv("PATH", str(here))
+    assert told() == plain
 
 
 def test_tables_fit() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,11 @@ def command(*words: str, nproc: int = 2, sets: tuple[str, ...] = ()) -> list[str
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     _, story = process.communicate(timeout=60)
     return process.returncode, story
+
+
+def unfolded(text: str) -> str:
+    """What was said, however it was broken into lines."""
+    return " ".join(text.split())
 
 
 def start(run: Path, *sets: str) -> subprocess.Popen[str]:
@@ -89,6 +95,12 @@ def test_a_run_is_recorded_audited_and_reported(tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["exit_code"] == 0
     assert "next: fourfold verify coverage runs/tiny-1" in done.stderr
+    first = SMALLEST[0].partition("=")[0]
+    assert re.search(rf"^{re.escape(first)} = .* # --set #1$", done.stderr, re.MULTILINE)
+    assert re.search(r"^optimizer.lr = 0.003 +# tiny.toml:26$", done.stderr, re.MULTILINE)
+    assert re.search(r"^layout.dp_replicate = 2 +# world 2$", done.stderr, re.MULTILINE)
+    for name in ("spec.json", "plan.json"):
+        assert json.loads((run / name).read_text())["provenance"][first] == "--set #1"
     names = {"spec.toml", "spec.json", "plan.json", "env.json", "metrics.jsonl", "events", "log.txt"}
     assert names <= {path.name for path in run.iterdir()}
     for verb in (("verify", "coverage", str(run), "--json"), ("report", str(run), "--json")):

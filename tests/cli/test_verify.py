@@ -61,8 +61,11 @@ def test_a_failed_check_exits_3_and_says_what_failed(spec, capsys, monkeypatch):
     monkeypatch.setattr("fourfold.verify.equal.verify_equal", lambda *_args, **_more: document)
     assert main(["verify", "equal", spec, "--world", "2"]) == 3
     printed = capsys.readouterr()
-    assert "failed: loss: 0.5" in printed.err and "next: do it again" in printed.err
-    assert "fail" in printed.out
+    assert printed.out == "verdict  finding\nfail     loss: 0.5 (within 1e-12)\n\nfail  x.json\n"
+    assert "loss: 0.5" not in printed.err and "next: do it again" in printed.err
+    assert main(["verify", "equal", spec, "--world", "2", "--json"]) == 3
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == document and "failed: loss: 0.5" in printed.err
 
 
 @pytest.mark.parametrize(

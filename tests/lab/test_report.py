@@ -10,13 +10,17 @@ from pathlib import Path
 import pytest
 
 from fourfold.lab.report import asked, build_report
-from fourfold.lab.report_page import loss_unit, shown
+from fourfold.lab.report_course import course
+from fourfold.lab.report_page import loss_unit
+from fourfold.lab.report_words import shown
 from fourfold.record.finding import Finding, write_findings
+from fourfold.record.lock import locked
 from fourfold.record.run_dir import RunDir, claim
 from fourfold.record.writer import JsonLines, write_json, write_request, write_text
 from fourfold.spec.errors import DataError
 from fourfold.spec.model import ImportSpec, MlpSpec
 from fourfold.spec.spec import Spec
+from tests.checkpoint.example import write_checkpoint
 from tests.record.example_run import COVERAGE, EIGHT, EQUAL, GPU, example_spec, write_example_run
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "rect", "path", "use", "circle", "line"}
@@ -169,6 +173,90 @@ def test_a_failed_run_shows_what_went_wrong_and_how_to_run_it_again(tmp_path: Pa
     assert "First to fail: rank 1 failed at step 5" in page.text
     assert "details" in page.text
     assert {"repeats": "the failing step", "command": f"fourfold replay {bundle}"} in report["commands"]
+
+
+def test_the_course_of_a_run_that_was_killed_stopped_and_could_not_save(tmp_path: Path) -> None:
+    run = write_example_run(tmp_path / "r", steps=4, ending=None)
+    killed = {"rank": 1, "kind": "killed", "step": 5, "phase": "forward"}
+    again = (
+        "restart 1 of 1: rank 1 was killed by SIGKILL at step 5 (forward); goes on after step 2, from ckpt/2"
+    )
+    with JsonLines(run.attempts) as file:
+        file.write({"t": 1.7e9, "attempt": 0, "kind": "start", "pids": [1, 2]})
+        file.write({"t": 1.7e9 + 9, "attempt": 0, "kind": "end", "exit_code": 137, "failures": [killed]})
+        file.write({"t": 1.7e9 + 9, "attempt": 0, "kind": "restart", "told": again})
+        file.write({"t": 1.7e9 + 10, "attempt": 1, "kind": "start", "pids": [3, 4]})
+        file.write(
+            {
+                "t": 1.7e9 + 40,
+                "attempt": 1,
+                "kind": "end",
+                "exit_code": 75,
+                "signal": "SIGTERM",
+                "failures": [],
+            }
+        )
+    for rank in (0, 1):
+        with JsonLines(run.events(rank)) as file:
+            base = {"rank": rank, "t": 1.7e9 + 13}
+            file.write({**base, "step": 0, "kind": "joined", "attempt": 1, "pid": 3 + rank})
+            file.write({**base, "step": 2, "kind": "start", "world": 2})
+            file.write({**base, "step": 3, "kind": "step", "sample_ids": []})
+            file.write(
+                {**base, "step": 3, "kind": "not_saved", "error": "save step 3\n  found: no space left"}
+            )
+            file.write({**base, "step": 4, "kind": "step", "sample_ids": []})
+            file.write({**base, "step": 4, "kind": "saved", "checkpoint": "step-00000004", "seconds": 2.0})
+            file.write({**base, "step": 4, "kind": "end", "ending": "stopped"})
+    run.log.write_text("passed over ckpt/step-00000003: manifest.json: not JSON\n")
+    write_checkpoint(run.checkpoints, 4)
+    page, _, report = read(run)
+    words = re.sub(r"\s+", " ", page.text)
+    for expected in (
+        "The run was stopped by a signal after 4 steps.", "Course of the run", again,
+        "steps 3-4; stopped by a signal: SIGTERM (took up the run 4 s after the end of the one before)",
+        "4 s from the end of an attempt to the next one's first step; 2 steps done again",
+        "1 checkpoint, the last of step 4, 2 s each (median)", "step 3: save step 3 found: no space left",
+        "step-00000003: manifest.json: not JSON", "1 valid, the newest of step 4",
+        "To go on with it: fourfold train tiny --nproc 2 --set optimizer.lr=3e-3",
+    ):  # fmt: skip
+        assert expected in words, expected
+    assert [attempt["ending"] for attempt in report["history"]["attempts"]] == [
+        "failed",
+        "stopped by a signal",
+    ]
+    assert report["checkpoints"]["newest_valid"] == str(run.checkpoints / "step-00000004")
+    assert str(report["go_on"]).endswith(f"--set run.dir={run.path} --resume auto")
+
+
+def test_a_finished_run_and_one_at_work_have_nothing_to_go_on_with(tmp_path: Path) -> None:
+    page, _, report = read(write_example_run(tmp_path / "r"))
+    assert report["go_on"] == "" and "Course of the run" not in page.text
+    run = write_example_run(tmp_path / "s", steps=7, ending=None)
+    with locked(run):
+        _, _, report = read(run)
+    assert (report["go_on"], report["reason"]) == (
+        "", "The run is not finished: it is still going, 7 of 60 steps done.",
+    )  # fmt: skip
+    assert (
+        read(run)[2]["reason"]
+        == "The run is not finished: it ended without leaving a word, 7 of 60 steps done."
+    )
+
+
+def test_many_attempts_are_cut_short() -> None:
+    one = {"after_step": 0, "reached": 1, "ending": "failed", "why": "x", "then": "", "lost_s": 1.0}
+    report = {
+        "history": {
+            "attempts": [{**one, "number": number} for number in range(40)],
+            "saved": [], "not_saved": [], "passed_over": [], "lost_s": 39.0, "steps_again": 39,
+        },
+        "checkpoints": {"checkpoints": [], "newest_valid": None, "valid": 0, "bytes": 0},
+    }  # fmt: skip
+    rows = course(report)
+    assert [name for name, _ in rows[:4]] == ["attempt 0", "attempt 1", "…", "attempt 31"]
+    assert rows[2][1] == "29 more attempts, in report.json" and rows[11][0] == "attempt 39"
+    assert rows[0][1].startswith("step 1; failed: x")
 
 
 def test_losses_that_are_not_finite_are_said_not_drawn(tmp_path: Path) -> None:

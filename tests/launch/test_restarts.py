@@ -67,8 +67,8 @@ def test_after_a_kill_all_are_started_again_under_the_same_store(tmp_path, capfd
     outcome = again(tmp_path, "sleep/show", "kill/show", restarts=Restarts(1, looking([4])))
     assert outcome == Outcome(0, restarts=1)
     told = "restart 1 of 1: rank 1 was killed by SIGKILL at step 5 (forward); goes on after step 4"
-    assert told in capfd.readouterr().err
-    assert told in RunDir(tmp_path).log.read_text()
+    assert told in " ".join(capfd.readouterr().err.split())
+    assert told in " ".join(RunDir(tmp_path).log.read_text().split())
     shown = [json.loads((tmp_path / f"env{rank}.json").read_text()) for rank in (0, 1)]
     assert [one["FOURFOLD_ATTEMPT"] for one in shown] == ["1", "1"]
     assert [line["exit_code"] for line in record(tmp_path, "end")] == [137, 0]
@@ -233,6 +233,16 @@ def test_a_record_that_cannot_be_read_is_said_before_anything_starts(tmp_path):
     RunDir(tmp_path).attempts.write_text("no JSON\n{}\n")
     with pytest.raises(DataError, match=r"attempts\.jsonl"):
         launch(Launch(("true",), 1, tmp_path))
+
+
+def test_the_record_says_which_signal_came_and_why_it_ended(tmp_path):
+    attempts = Attempts(tmp_path, Restarts(0, looking([4])), ("x",), 2)
+    attempts.end(Outcome(75), [(signal.SIGTERM, 1.0)], None)
+    attempts.end(Outcome(1, (BUG,)), [], 0.0)
+    attempts.close()
+    assert [line["signal"] for line in record(tmp_path, "end")] == ["SIGTERM", None]
+    [final] = record(tmp_path, "final")
+    assert str(final["told"]).startswith("not started again: ")
 
 
 def test_a_full_disk_ends_it_with_the_failure(tmp_path, monkeypatch):

@@ -150,3 +150,16 @@ def test_a_run_that_ends_inside_its_warm_up_is_planned_with_a_note():
     plan = make_run_plan(load_spec("tiny", ["run.steps=5"]), 1, ("test",))
     assert any("inside the warm-up of 20 steps" in note for note in plan.notes)
     assert not make_run_plan(load_spec("tiny", ["run.steps=20"]), 1, ("test",)).notes
+
+
+@pytest.mark.parametrize(
+    ("sets", "told"),
+    [
+        ((), "every 100 steps and at the end, 20 global batches"),
+        (("run.validate_every=0",), "only at the end (run.validate_every = 0), 20 global batches"),
+        (("run.validate_every=0", "data.validation_fraction=0.0"), "never: no data are kept for it"),
+        (("run.validation_batches=0",), "every 100 steps and at the end, all global batches"),
+    ],
+)
+def test_it_says_when_it_is_validated(sets: tuple[str, ...], told: str) -> None:
+    assert f"validate   {told}" in str(plan_of("tiny", 2, sets))

@@ -205,3 +205,32 @@ def test_lines_are_put_on_disk_when_asked(tmp_path, monkeypatch):
         lines.write({"step": 1})
         lines.flush()
     assert flushed == [(tmp_path / "x.jsonl").stat().st_ino, tmp_path.stat().st_ino]
+
+
+def test_lines_without_room_wait_and_come_first_when_there_is_some(tmp_path, capfd):
+    path = tmp_path / "m.jsonl"
+    with JsonLines(path, hold_bytes=2000) as file:
+        for step in range(9):
+            with largest_file(1000 if 2 <= step < 6 else 10**6):
+                file.write({"step": step, "text": "x" * 400})
+                if 2 <= step < 6:
+                    with pytest.raises(DataError):
+                        file.flush()
+            whole = step + 1 if not 2 <= step < 6 else 2
+            assert [line["step"] for line in read_lines(path)] == list(range(whole))
+    told = " ".join(capfd.readouterr().err.split())
+    assert told.count("note: no room for") == 1 and str(path) in told
+
+
+def test_more_lines_without_room_than_are_held_are_an_error_and_so_is_an_end_without(tmp_path):
+    file = JsonLines("/dev/full", hold_bytes=2**10)
+    for _ in range(2):
+        file.write({"text": "x" * 480})
+    with pytest.raises(DataError, match="No space left"):
+        file.write({"text": "x" * 480})
+    with pytest.raises(DataError, match="No space left"):
+        file.close()
+    broken = JsonLines(tmp_path / "x.jsonl", hold_bytes=2**10)
+    os.close(broken._file)
+    with pytest.raises(DataError, match="Bad file descriptor"):  # no want of room
+        broken.write({"step": 1})

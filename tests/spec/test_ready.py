@@ -12,7 +12,7 @@ from fourfold.spec.load import load_spec
 from fourfold.spec.ready import copy_ready, ready_names, ready_text
 from fourfold.spec.rules import check
 from fourfold.spec.settle import settle
-from fourfold.spec.show import to_toml
+from fourfold.spec.show import changed, to_toml
 
 WORLDS = {
     "tiny": (1, 2, 3, 4, 6, 8, 12, 24),
@@ -130,3 +130,16 @@ def test_shown_with_everything_awkward(tmp_path: Path) -> None:
     assert load_spec(path).spec == loaded.spec
     assert "# --set #3" in next(line for line in text.splitlines() if line.startswith("args = "))
     assert "# dir" in text  # not given, and still to be found
+
+
+def test_what_is_no_default_is_told_with_where_it_came_from():
+    loaded = load_spec("tiny", ["run.steps=7", 'data.transforms=[{kind="token_noise", probability=0.5}]'])
+    settled = settle(loaded.spec, 2, loaded.provenance)
+    lines = changed(loaded.spec, settled, loaded.provenance, 2).splitlines()
+    told = {" ".join(line.split()) for line in lines}
+    assert {"run.steps = 7 # --set #1", "model.heads = 4 # tiny.toml:9"} <= told
+    assert {"layout.dp_replicate = 2 # world 2", "batch.accumulation = 12 # world 2"} <= told
+    assert any(line.startswith("data.transforms = [{") and line.endswith("# --set #2") for line in lines)
+    assert {line.partition(" ")[0] for line in lines} == {
+        *loaded.provenance, "layout.dp_replicate", "batch.accumulation"
+    }  # fmt: skip

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import time
 import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from safetensors import safe_open
 from fourfold.checkpoint.validate import read_manifest
 from fourfold.launch.stop import StopRequest
 from fourfold.plan.run_plan import make_run_plan
+from fourfold.record import writer
 from fourfold.record.run_dir import RunDir
 from fourfold.spec.errors import DataError, FourfoldError, Problem
 from fourfold.spec.load import load_spec
@@ -29,8 +31,14 @@ from fourfold.train.setup import Training, open_training
 from fourfold.train.state import tensors_of
 from fourfold.verify.here import joined_here
 from tests.checkpoint.rank_jobs import no_room
-from tests.train.rank_jobs import SMALLEST, spec
+from tests.train.rank_jobs import SMALLEST, events, spec
 
+LONG_VALIDATION = (
+    "data.samples=400",
+    "data.validation_fraction=0.5",
+    "run.validate_every=2",
+    "model.dropout=0.2",
+)
 GROWN = False  # whether `Growing` has its second head
 
 
@@ -73,6 +81,23 @@ class Extra(torch.nn.Module):
 
     def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return _error(self.line(batch.inputs), batch)
+
+
+class Broken(torch.nn.Module):
+    """A line whose gradient cannot be computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = torch.nn.Linear(4, 1, dtype=torch.float64)
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        guess = self.line(batch.inputs)
+        guess.register_hook(_refused)
+        return _error(guess, batch)
+
+
+def _refused(_: torch.Tensor) -> None:
+    raise ValueError("no gradient of this")
 
 
 class Growing(torch.nn.Module):
@@ -205,6 +230,47 @@ def on_a_full_record(folder: str, sets: tuple[str, ...], place: str, nth: int) -
         Recorder.mark = keep  # type: ignore[method-assign]
 
 
+def flushed(folder: str, *sets: str) -> list[tuple[str, float]]:
+    """A run; every file that this rank put on disk meanwhile, in order, and when by the machine's clock."""
+    keep, found = os.fsync, []
+
+    def fsync(file: int) -> None:
+        keep(file)
+        found.append((_named(file), time.monotonic()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        live(folder, sets)
+    return found
+
+
+def without_room(folder: str, sets: tuple[str, ...], first: int, last: int) -> tuple[str, list[str]]:
+    """A run whose disk has no room for lines of the record from the forward of step `first` to that of `last`.
+
+    How it ends, and what was said of the record on this rank.
+    """
+    keep, full, said = os.write, False, []
+
+    def write(file: int, data: Any) -> int:
+        if full and _named(file).endswith(".jsonl"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return keep(file, data)
+
+    def beat(step: int, phase: str, patient: bool = False) -> None:  # noqa: ARG001
+        nonlocal full
+        full = first <= step < last if phase == "forward" else full
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "write", write)
+        patch.setattr(writer, "say", said.append)
+        return live(folder, sets, beat=beat), said
+
+
+def _named(file: int) -> str:
+    """The name of an open file."""
+    return os.path.basename(os.readlink(f"/proc/self/fd/{file}"))
+
+
 def with_pruning_refused(folder: str) -> str:
     """A run in which a folder cannot be looked at while pruning is planned."""
 
@@ -309,3 +375,13 @@ def written(folder: str | Path) -> list[tuple[str, int, float]]:
         else ("validation", line["step"], line["validation_loss"])
         for line in lines
     ]
+
+
+def kinds(folder: Path, rank: int, *wanted: str) -> list[tuple[str, int]]:
+    """Kind and step of a rank's events of these kinds."""
+    return [(e["kind"], e["step"]) for e in events(str(folder), rank) if e["kind"] in wanted]
+
+
+def steps_of(folder: Path, what: str) -> list[int]:
+    """The steps with a line of metrics of that sort."""
+    return [step for kind, step, _ in written(folder) if kind == what]

@@ -15,7 +15,7 @@ from fourfold.record.writer import JsonLines
 from fourfold.spec.errors import DataError, SpecError
 from fourfold.train import start
 from fourfold.train.resume import chosen, reopen_run, resumed
-from fourfold.train.start import open_run
+from fourfold.train.start import begin, open_run
 from tests.train import rank_jobs
 
 
@@ -43,8 +43,12 @@ def test_a_run_that_saved_nothing_begins_anew_in_its_directory(tmp_path):
     assert going_on.told == f"begins anew in {run.path}: no checkpoint was saved yet"
     reopen_run(going_on.plan, run, going_on.choice)
     assert run.metrics.read_text() == ""  # step 1 is written again
-    with pytest.raises(DataError, match="no checkpoint in it"):
+    with pytest.raises(DataError, match="no checkpoint in it") as caught:
         resumed(asked, "must")
+    assert "--resume auto" in caught.value.problems[0].instead
+    with ExitStack() as held:
+        begin(asked, "", going_on, held)
+    assert " ".join(run.log.read_text().split()) == going_on.told
 
 
 def test_an_empty_directory_is_begun_in_and_an_unfinished_claim_is_in_nobodys_way(tmp_path, monkeypatch):
@@ -79,7 +83,11 @@ def test_nothing_is_begun_anew_that_would_be_lost_by_it(tmp_path):
     asked = plan(tmp_path / "run")
     run = open_run(asked, "")
     note(run.events(0), step=2, kind="saved", checkpoint="step-00000002")
-    with pytest.raises(DataError, match="no checkpoint in it"):  # somebody took it away
+    with pytest.raises(DataError, match="no checkpoint in it") as caught:  # somebody took it away
+        resumed(asked, "auto")
+    assert f"--set run.dir={tmp_path / 'run-1'}" in caught.value.problems[0].instead
+    note(run.events(0), step=100, kind="end", ending="finished")
+    with pytest.raises(DataError, match="no checkpoint in it"):
         resumed(asked, "auto")
 
     unsaved = plan(tmp_path / "unsaved", "checkpoint.every=0")
@@ -88,8 +96,10 @@ def test_nothing_is_begun_anew_that_would_be_lost_by_it(tmp_path):
     assert resumed(unsaved, "auto") is not None  # killed, and nothing of it can be gone on with
     note(run.events(0), step=6, kind="end", ending="finished")
     for asked in (unsaved, plan(run.path, "checkpoint.every=4")):
-        with pytest.raises(DataError, match="no checkpoint in it"):
-            resumed(asked, "auto")
+        for word in ("auto", "must"):
+            going_on = resumed(asked, word)
+            assert going_on is not None and going_on.finished
+            assert going_on.told.endswith(f"is finished: step {asked.steps} of {asked.steps}, nothing to do")
 
     damaged = plan(tmp_path / "damaged")
     run = open_run(damaged, "")

@@ -24,7 +24,7 @@ from fourfold.spec.errors import DataError
 from fourfold.train.resume import next_point
 from fourfold.verify.coverage import run_coverage
 from tests.checkpoint.example import FILES, flip, leave_unfinished, write_checkpoint
-from tests.cli.test_train import events, finish
+from tests.cli.test_train import events, finish, unfolded
 from tests.launch.procs import lives, wait_until_gone
 from tests.train.living import descendants, kill, workers_of
 from tests.train.rank_jobs import plan
@@ -93,10 +93,11 @@ def test_after_a_kill_it_goes_on_as_the_same_run(tmp_path, undisturbed):
     out, story = process.communicate(timeout=90)
     assert process.returncode == 0, story
     assert (json.loads(out)["restarts"], json.loads(out)["failures"]) == (1, [])
-    told = next(line for line in story.splitlines() if line.startswith("restart 1 of 1"))
-    assert "rank 1 was killed by SIGKILL at step" in told
-    assert told.endswith(f"goes on after step 4, from {RunDir(run).checkpoints / 'step-00000004'}")
-    assert told in RunDir(run).log.read_text().splitlines()
+    log = RunDir(run).log.read_text()
+    for told in (story, log):
+        assert "restart 1 of 1: rank 1 was killed by SIGKILL at step" in unfolded(told)
+        assert f"; goes on after step 4, from {RunDir(run).checkpoints / 'step-00000004'} " in unfolded(told)
+    assert log[log.index("restart 1 of 1") :].partition("\n12 steps")[0] in story, "the same lines"
     same(run, undisturbed)
     assert steps_of(run, 1, 0) >= {1, 2, 3, 4, 5, 6}
     assert steps_of(run, 1, 1) == set(range(5, 13))
@@ -113,7 +114,9 @@ def test_killed_before_anything_and_killed_again_while_it_is_started_again(tmp_p
     os.kill(ranks(process, run, 1)[0], signal.SIGKILL)
     code, story = finish(process)
     assert code == 0, story
-    assert story.count("before its first step (start); begins anew: no checkpoint was saved yet") == 2
+    assert (
+        unfolded(story).count("before its first step (start); begins anew: no checkpoint was saved yet") == 2
+    )
     assert "restart 2 of 2" in story
     same(run, undisturbed)
     assert summarize(run).ended == "finished"
@@ -124,7 +127,7 @@ def test_killed_while_a_checkpoint_is_published(tmp_path, undisturbed):
     run = tmp_path / "run"
     code, story = finish(restarting(run, 1, fault("dies_in_the_second_save")))
     assert code == 0, story
-    assert "goes on after step 4" in story
+    assert "goes on after step 4" in unfolded(story)
     same(run, undisturbed)
     assert not list(RunDir(run).checkpoints.glob(".saving-*"))
 
@@ -134,7 +137,10 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path, undisturbed):
     code, story = finish(restarting(run, 1, fault("damages_the_second_checkpoint")))
     assert code == 0, story
     newest = RunDir(run).checkpoints / "step-00000008"
-    assert f"goes on after step 4, from {newest.with_name('step-00000004')} (passed over {newest}" in story
+    assert (
+        f"goes on after step 4, from {newest.with_name('step-00000004')} (passed over {newest}"
+        in unfolded(story)
+    )
     same(run, undisturbed)
 
 
@@ -146,7 +152,7 @@ def test_a_hung_rank_is_ended_and_all_are_started_again(tmp_path, undisturbed):
     os.kill(ranks(process, run, 0)[1], signal.SIGSTOP)
     code, story = finish(process)
     assert code == 0, story
-    assert "restart 1 of 1: rank 1 hung at step" in story
+    assert "restart 1 of 1: rank 1 hung at step" in unfolded(story)
     same(run, undisturbed)
 
 
@@ -166,7 +172,9 @@ def test_nothing_of_any_attempt_is_left(tmp_path, undisturbed):
     finally:
         kill(process)
     assert code == 0, story
-    assert "restart 1 of 2: rank 0 failed at step" in story, "the worker's end is no fault of the data"
+    assert "restart 1 of 2: rank 0 failed at step" in unfolded(story), (
+        "the worker's end is no fault of the data"
+    )
     assert len(seen) >= 8
     assert not [pid for pid in seen if lives(pid)]
     assert not [name for name in os.listdir("/dev/shm") if any(str(pid) in name for pid in seen)]

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from fourfold.checkpoint.choose import newest_valid
 from fourfold.checkpoint.validate import read_manifest
 from fourfold.record.run_dir import RunDir
-from tests.cli.test_train import FOURFOLD, command, events, finish, pid
+from tests.cli.test_train import FOURFOLD, command, events, finish, pid, unfolded
 
 MLP = ("checkpoint.every=4", "run.steps=12", "data.samples=40", "model.dropout=0.2", "run.log_every=3")
 
@@ -125,6 +125,7 @@ def test_resume_falls_back_over_a_damaged_checkpoint_and_says_so(tmp_path, undis
     shard.write_bytes(data)
     story = go_to_the_end(run, "--resume", "must")
     assert "passed over" in story
+    assert "passed over" in RunDir(run).log.read_text()
     assert newest.name in story
     assert curve(run) == curve(undisturbed)
 
@@ -152,6 +153,25 @@ def test_auto_begins_where_there_is_nothing(tmp_path, undisturbed):
     )
 
 
+def test_a_finished_run_has_nothing_to_do(tmp_path):
+    run = tmp_path / "run"
+    go_to_the_end(run)
+    files = [path for path in run.rglob("*") if path.name != "lock"]
+    before = [path.stat().st_mtime_ns for path in files]
+    for resume in ("must", "auto"):
+        process = go(run, "--resume", resume, "--json")
+        out, story = process.communicate(timeout=60)
+        assert process.returncode == 0, story
+        assert f"{run} is finished: step 12 of 12, nothing to do" in unfolded(story)
+        assert f"next: fourfold verify coverage {run}\n  or: fourfold report {run}" in story
+        assert (json.loads(out)["exit_code"], json.loads(out)["run"]) == (0, str(run))
+    assert [path.stat().st_mtime_ns for path in files] == before
+    lines = RunDir(run).events(1).read_text().splitlines(keepends=True)
+    RunDir(run).events(1).write_text("".join(lines[:-1]))  # killed before it said so
+    story = go_to_the_end(run, "--resume", "must")
+    assert "goes on from" in story and "nothing to do" not in story
+
+
 def test_two_runs_on_one_directory_are_refused(tmp_path):
     run = tmp_path / "run"
     long = ("run.steps=100000", SLOW)
@@ -160,7 +180,7 @@ def test_two_runs_on_one_directory_are_refused(tmp_path):
         assert first.poll() is None, finish(first)
     code, story = finish(go(run, "--resume", "must", sets=long))
     assert code == 2
-    assert f'"pid": {first.pid}' in story
+    assert f"another run is at work in it: process {first.pid} on " in story
     first.send_signal(signal.SIGTERM)
     assert finish(first)[0] == 75
 
@@ -182,3 +202,6 @@ def test_a_run_under_torchrun_goes_on(tmp_path, undisturbed_slowly):
     done = subprocess.run([*torchrun, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     same(run, undisturbed_slowly)
+    done = subprocess.run([*torchrun, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "is finished: step 12 of 12, nothing to do" in unfolded(done.stderr)

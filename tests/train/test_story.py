@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from fourfold.spec.errors import DataError
 from fourfold.train.story import Story
 
 
@@ -36,3 +41,24 @@ def test_a_line_comes_after_thirty_silent_seconds(tmp_path, monkeypatch):
     story.progress_if_silent("again too early")
     story.close()
     assert (tmp_path / "log.txt").read_text() == "due\n"
+
+
+def test_a_long_line_is_the_same_lines_on_the_screen_and_in_the_log(tmp_path, capsys):
+    story = Story(tmp_path / "log.txt", speaks=True)
+    story.say("note: " + "some words " * 20)
+    story.progress("step 1/2  saved " + "a/long/path" * 9)
+    story.close()
+    text = (tmp_path / "log.txt").read_text()
+    assert text == capsys.readouterr().err
+    assert [len(line) > 80 for line in text.splitlines()] == [False] * 3 + [False, True]
+
+
+def test_a_disk_without_room_costs_lines_of_the_story_or_ends_the_run():
+    lost = Story(Path("/dev/full"), speaks=True, may_lose=True)
+    for _ in range(2000):
+        lost.say("a line")
+    lost.close()
+    kept = Story(Path("/dev/full"), speaks=True)
+    with pytest.raises(DataError, match="write a line of the story"):
+        kept.say("a line")
+    kept.close()

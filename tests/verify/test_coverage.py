@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from fourfold.data.source import open_sources
+from fourfold.record.lock import locked
+from fourfold.record.reader import RunReader
 from fourfold.record.run_dir import RunDir
 from fourfold.record.writer import JsonLines, write_request
 from fourfold.spec.errors import DataError, SpecError
@@ -199,8 +201,56 @@ def test_a_run_that_was_cut_off_is_judged_as_far_as_all_ranks_recorded(run):
     path = run(9, lambda rank, step, ids: None if (rank, step) == (0, 8) else ids, ended=False)
     document = run_coverage(path)
     assert document["verdict"] == "pass"
-    assert by_claim(document, "after the run failed")["kind"] == "open"
+    open_point = by_claim(document, "still to come")
+    assert (open_point["kind"], open_point["measured"]) == (
+        "open",
+        "the run has 8 of 20 steps on all ranks' records: it stopped unfinished",
+    )
     assert [rank["steps"] for rank in document["ranks"]] == [8, 8]
+
+
+def test_a_run_still_going_on_is_judged_by_what_is_there(run):
+    """Rank 1 has not begun its record; then it has, and both are stopped, which is no end either."""
+    path = run(9, ended=False)
+    second = path / "events" / "rank1.jsonl"
+    lines = second.read_text()
+    second.unlink()
+    with locked(RunDir(path)):
+        document = run_coverage(path)
+    assert document["verdict"] == "pass"
+    assert "still going on" in by_claim(document, "still to come")["measured"]
+    assert by_claim(document, "left a record")["verdict"] == "open"
+    assert by_claim(document, "samples that are due")["measured"] == "so in 9 lines"
+    second.write_text(lines)
+    for rank in range(2):
+        with JsonLines(path / "events" / f"rank{rank}.jsonl") as events:
+            events.write({"rank": rank, "step": 9, "kind": "end", "ending": "stopped"})
+    document = run_coverage(path)
+    assert (document["verdict"], document["missing"]) == ("pass", 0)
+    assert "9 of 20 steps" in by_claim(document, "still to come")["measured"]
+
+
+def test_a_run_that_writes_while_it_is_read_is_one_record(run, monkeypatch):
+    """Rank 0 is read, then both end: what was read of rank 0 had no end, and is not held against rank 1's."""
+    path = run(9, lambda rank, step, ids: None if (rank, step) == (0, 8) else ids, ended=False)
+    files = [path / "events" / f"rank{rank}.jsonl" for rank in range(2)]
+    line = json.loads(files[1].read_text().splitlines()[-1])
+    read = RunReader.events
+
+    def events(self, rank):
+        yield from read(self, rank)
+        if rank == 0 and '"end"' not in files[0].read_text():
+            for one, file in enumerate(files):
+                with JsonLines(file) as lines:
+                    if one == 0:
+                        lines.write({**line, "rank": 0})
+                    lines.write({"rank": one, "step": 9, "kind": "end", "ending": "finished"})
+
+    monkeypatch.setattr(RunReader, "events", events)
+    monkeypatch.setattr("fourfold.verify.coverage._check_data", lambda *_: None)
+    document = run_coverage(path)
+    assert [rank["steps"] for rank in document["ranks"]] == [8, 8]
+    assert document["verdict"] == "pass"
 
 
 def test_a_resumed_run_is_judged_by_what_it_did_last(run):
@@ -219,7 +269,7 @@ def test_a_resumed_run_is_judged_by_what_it_did_last(run):
     assert [rank["steps"] for rank in document["ranks"]] == [6, 6]
     with JsonLines(path / "events" / "rank1.jsonl") as events:  # and killed in the next attempt
         events.write({"rank": 1, "step": 6, "kind": "start"})
-    assert by_claim(run_coverage(path), "after the run failed")["kind"] == "open"
+    assert by_claim(run_coverage(path), "still to come")["kind"] == "open"
 
 
 def test_a_rank_that_ended_early_in_a_finished_run_is_a_failure(run):
@@ -288,4 +338,4 @@ def test_a_record_that_begins_where_nothing_was_left_to_do_lacks_every_step(run)
 
 def test_a_run_that_was_cut_off_before_a_rank_recorded_a_step_is_open(run):
     document = run_coverage(run(1, lambda rank, _step, ids: None if rank else ids, ended=False))
-    assert by_claim(document, "after the run failed")["measured"].startswith("0 steps")
+    assert by_claim(document, "still to come")["measured"].startswith("the run has 0 of ")

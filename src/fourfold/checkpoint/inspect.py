@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,15 @@ INSPECT_SCHEMA = "fourfold.ckpt.inspect/1"
 
 
 def describe(folder: Path | str) -> dict[str, Any]:
-    """The document of `fourfold ckpt inspect`: the manifest's facts, its files, a line for each tensor.
+    """The document of `fourfold ckpt inspect`: the manifest's facts, totals, its files, a line for each tensor.
 
+    `by_kind` has tensors and bytes by the first part of their names: model, optimizer, the ranks' random streams.
     Raises DataError if the manifest is not whole. Whether the files are is for `validate` to say.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
     body = manifest.model_dump(mode="json")
+    rows = [_row(name, tensor) for name, tensor in manifest.tensors.items()]
     facts = ("step", "position", "world", "layout", "spec_hash", "data_hash", "versions", "created")
     return {
         "schema": INSPECT_SCHEMA,
@@ -31,8 +35,9 @@ def describe(folder: Path | str) -> dict[str, Any]:
         "format": SCHEMA,
         **{fact: body[fact] for fact in facts},
         "bytes": manifest.total_bytes,
+        "by_kind": _by_kind(rows),
         "files": body["files"],
-        "tensors": [_row(name, tensor) for name, tensor in manifest.tensors.items()],
+        "tensors": rows,
     }
 
 
@@ -79,6 +84,20 @@ def _none(path: Path, found: str) -> Problem:
         why=f"a checkpoint is a folder with a {MANIFEST}; a run keeps its own in ckpt/",
         instead="fourfold train tiny --nproc 2 --set checkpoint.every=10  (makes some under runs/)",
     )
+
+
+def _by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int | None]]:
+    """Tensors, and bytes of them; None where a dtype is unknown here."""
+    kinds: dict[str, list[int | None]] = {}
+    for row in rows:
+        kind = row["name"].partition(".")[0]
+        kinds.setdefault("random streams" if re.fullmatch(r"rank\d+", kind) else kind, []).append(
+            row["bytes"]
+        )
+    return {
+        kind: {"tensors": len(sizes), "bytes": None if None in sizes else sum(size or 0 for size in sizes)}
+        for kind, sizes in kinds.items()
+    }
 
 
 def _row(name: str, tensor: TensorRecord) -> dict[str, Any]:

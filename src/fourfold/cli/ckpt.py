@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cyclopts import App
 
+from fourfold.cli.ckpt_shown import description_shown, listing_shown, size
 from fourfold.cli.output import next_command, print_document, table
-from fourfold.spec.errors import EXIT_DONE, EXIT_UNREADABLE
+from fourfold.spec.errors import EXIT_DONE, EXIT_UNREADABLE, Problem, SpecError
 
 if TYPE_CHECKING:
     from fourfold.checkpoint.retention import PrunePlan
@@ -34,29 +33,47 @@ For example:
 
 
 @app.command
-def inspect(path: Path, /, *, json: bool = False) -> int:
-    """Print what a checkpoint holds: step, position, layout, versions, tensors. Only its manifest is read.
+def inspect(path: Path, /, *, tensors: bool = False, json: bool = False) -> int:
+    """Print what a checkpoint holds, or which checkpoints a run has. Manifests and sizes are read, no tensor is.
 
     Examples:
 
         fourfold ckpt inspect runs/tiny-1
-        fourfold ckpt inspect runs/tiny-1/ckpt/step-00000010
+        fourfold ckpt inspect runs/tiny-1/ckpt/step-00000010 --tensors
         fourfold ckpt inspect runs/tiny-1 --json
 
     Parameters
     ----------
     path
-        A checkpoint; or a run directory or its ckpt folder: then the newest by its own step.
+        A run directory or its ckpt folder: all that lies there. Or a checkpoint: what is in it.
+    tensors
+        List the tensors of a checkpoint, too.
     json
         Print one JSON document on stdout.
     """
-    from fourfold.checkpoint.inspect import checkpoints_at, describe
+    from fourfold.checkpoint.inspect import checkpoints_at, ckpt_dir_of, describe
+    from fourfold.checkpoint.listing import list_checkpoints
+    from fourfold.checkpoint.manifest import MANIFEST
 
+    listing = None if (path / MANIFEST).exists() else list_checkpoints(ckpt_dir_of(path))
+    if listing is not None and listing.entries:
+        newest = listing.newest_valid
+        if tensors:
+            raise SpecError(_tensors_of_many(path, newest))
+        if json:
+            print_document(listing.document())
+        else:
+            print(listing_shown(listing))
+        next_command(
+            *(f"fourfold ckpt inspect {quote(one)}" for one in (newest,) if one),
+            f"fourfold ckpt validate {quote(str(path))}",
+        )
+        return EXIT_DONE
     described = describe(checkpoints_at(path)[0])
     if json:
         print_document(described)
     else:
-        _print_description(described)
+        print(description_shown(described, tensors))
     next_command(f"fourfold ckpt validate {quote(described['path'])}")
     return EXIT_DONE
 
@@ -118,7 +135,7 @@ def prune(
 
         fourfold ckpt prune runs/tiny-1 --keep-last 3 --dry-run
         fourfold ckpt prune runs/tiny-1 --keep-last 3 --keep-every 1000
-        fourfold ckpt prune runs/tiny-1/ckpt --keep-last 1 --keep-every-s 3600 --json
+        fourfold ckpt prune runs/tiny-1/ckpt --keep-last 1 --keep-every-s 3600
 
     Parameters
     ----------
@@ -191,26 +208,13 @@ def _line(finding: Finding) -> str:
     return finding.claim if finding.verdict == "pass" else f"{finding.claim}: {finding.measured}"
 
 
-def _print_description(told: dict[str, Any]) -> None:
-    layout = ", ".join(f"{key} {value}" for key, value in told["layout"].items())
-    versions = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
-    saved = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(told["created"]))
-    rows = [
-        ("step", f"{told['step']:,}, after {told['position']:,} samples"),
-        ("world", f"{told['world']} ranks; {layout}"),
-        ("saved", f"{saved} by {versions}"),
-        ("size", f"{_size(told['bytes'])} in {len(told['files'])} files"),
-        ("spec hash", told["spec_hash"]),
-        ("data hash", told["data_hash"]),
-    ]
-    print(table(("path", told["path"]), rows))
-    print()
-    print(table(("dtype", "chunks", "size", "tensor"), [_tensor_row(row) for row in told["tensors"]]))
-
-
-def _tensor_row(row: dict[str, Any]) -> Sequence[str]:
-    size = "n/a" if row["bytes"] is None else _size(row["bytes"])
-    return (row["dtype"], str(row["chunks"]), size, f"{row['name']} {row['shape']}")
+def _tensors_of_many(path: Path, newest: str | None) -> Problem:
+    return Problem(
+        asked=f"--tensors of {path}",
+        found="a folder of checkpoints",
+        why="tensors are listed of one checkpoint",
+        instead=f"fourfold ckpt inspect {quote(newest)} --tensors" if newest else "the path of a checkpoint",
+    )
 
 
 def _print_plan(plan: PrunePlan, removed: int | None) -> None:
@@ -218,21 +222,12 @@ def _print_plan(plan: PrunePlan, removed: int | None) -> None:
         (
             folder.action,
             "n/a" if folder.step is None else str(folder.step),
-            _size(folder.bytes),
+            size(folder.bytes),
             f"{Path(folder.path).name}: {folder.why}",
         )
         for folder in plan.folders
     ]
     print(table(("", "step", "size", "folder"), rows))
-    freed = _size(sum(folder.bytes for folder in plan.going))
+    freed = size(sum(folder.bytes for folder in plan.going))
     done = f"{len(plan.going)} would go ({freed})" if removed is None else f"{removed} removed"
     print(f"\n{plan.ckpt_dir}: {done}, of {len(plan.folders)}")
-
-
-def _size(count: float) -> str:
-    """Bytes, for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1024
-    return f"{count:,.1f} TiB"

@@ -8,9 +8,9 @@ How a verb joins. `VERBS` names where each stands, as text, so that no verb is i
 A function takes typed, documented parameters (`--set` as `Annotated[tuple[str, ...], Parameter(name="--set")]`,
 `--json` as a bool), imports what is heavy (torch, numpy) in its body, prints its result with `fourfold.cli.output`,
 raises the errors of `fourfold.spec.errors`, and returns its exit code, or None for 0.
-Its docstring is its help, shown as written: one line, then `Examples:` with three commands indented below it, then
-numpy's `Parameters`. (Where no `Parameters` follow, as in a group's `help`, say `For example:`; cyclopts would take
-`Examples:` for a section of a docstring and leave it out.)
+Its docstring is its help: one line, more if need be, `Examples:` with three commands indented below it, then numpy's
+`Parameters`. `fourfold.cli.help` shows the examples first. (Where fewer than two `Parameters` follow, as in a group's
+`help`, say `For example:`; cyclopts would take `Examples:` for a section of a docstring and leave it out.)
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ def build_app(verb: str | None = None) -> App:
     """The cyclopts app. Without a `verb` it knows each by its line, and imports none."""
     from cyclopts import App, Parameter
 
+    from fourfold.cli.help import VerbHelp
+
     app = App(
         name="fourfold",
         help="Train a model on many devices, and prove the run right.",
@@ -124,6 +126,7 @@ def build_app(verb: str | None = None) -> App:
         if verb
         else "Help on a verb: fourfold VERB --help. A SPEC is a TOML file or a ready name.",
         help_format="plaintext",
+        help_formatter=VerbHelp(),
         version=f"fourfold {__version__}",
         suppress_keyboard_interrupt=False,  # `main` tells it
         config=(_whole_numbers,),

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from shlex import quote
 from typing import Any, Literal, TextIO
 
 from fourfold.record.aloud import say
@@ -27,9 +31,22 @@ def story(text: str) -> None:
 
 
 def next_command(*commands: str) -> None:
-    """The next sensible command, or several, on stderr: how a finished verb ends."""
+    """The next sensible command, or several, on stderr: how a finished verb ends. Each can be pasted."""
     for number, command in enumerate(commands):
-        story(f"{'next: ' if number == 0 else '  or: '}{command}")
+        story(f"{'next: ' if number == 0 else '  or: '}{_as_typed(command)}")
+
+
+def _as_typed(command: str) -> str:
+    """`fourfold …` or `python …` by the path that this program was called by, if its plain name finds it not."""
+    me = Path(sys.argv[0])
+    program, space, rest = command.partition(" ")
+    if me.name != "fourfold" or not me.is_file() or program not in ("fourfold", "python"):
+        return command
+    found = shutil.which("fourfold")
+    if found is not None and os.path.samefile(found, me):
+        return command
+    beside = me.with_name(program)
+    return quote(str(beside)) + space + rest if beside.exists() else command
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int = WIDTH) -> str:

@@ -59,15 +59,15 @@ def show(
     json
         Print one JSON document.
     """
+    from fourfold.spec.show import computed, to_toml
+
     loaded = load_spec(spec, sets)
     settled = loaded.spec if world is None else settle(loaded.spec, world, loaded.provenance)
-    remarks = {**loaded.provenance, **_computed(loaded.spec, settled, world)}
+    remarks = {**loaded.provenance, **computed(loaded.spec, settled, world)}
     if json:
         document = {"schema": "fourfold.spec/1", "source": spec, "world": world, "provenance": remarks}
         print_document({**document, "notes": loaded.notes, "spec": settled.model_dump(mode="json")})
     else:
-        from fourfold.spec.show import to_toml
-
         print(to_toml(settled, remarks), end="")
     for note in loaded.notes:
         story(f"note: {note}")
@@ -77,6 +77,12 @@ def show(
 @app.command(name="list")
 def list_(*, json: bool = False) -> None:
     """Print the ready Specs: to train at once, or to plan with.
+
+    For example:
+
+        fourfold spec list
+        fourfold spec list --json
+        fourfold spec show tiny
 
     Parameters
     ----------
@@ -107,6 +113,12 @@ def list_(*, json: bool = False) -> None:
 @app.command
 def schema(*, _json: Annotated[bool, Parameter(name="--json")] = True) -> None:
     """Print the JSON Schema of a Spec, for editors that complete and check TOML.
+
+    For example:
+
+        fourfold spec schema
+        fourfold spec schema > fourfold.schema.json
+        fourfold spec show tiny --json
 
     Parameters
     ----------
@@ -144,16 +156,6 @@ def copy(name: str, to: str | None = None, /, *, json: bool = False) -> None:
     else:
         print(path)
     next_command(f"fourfold spec show {shlex.quote(str(path))}")
-
-
-def _computed(before: Spec, after: Spec, world: int | None) -> dict[str, str]:
-    """The settings that met the world size."""
-    return {
-        f"{section}.{key}": f"world {world}"
-        for section in ("layout", "batch")
-        for key, value in getattr(after, section)
-        if value != getattr(getattr(before, section), key)
-    }
 
 
 def _next(source: str, loaded: LoadedSpec, settled: Spec, world: int | None, sets: Sequence[str]) -> None:

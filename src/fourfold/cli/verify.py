@@ -157,7 +157,7 @@ def resume(
 
         fourfold verify resume tiny --world 2
         fourfold verify resume tiny --world 1 --json
-        fourfold verify resume my.toml --world 4 --set precision.compute=bf16 --out checks
+        fourfold verify resume my.toml --world 4 --set precision.compute=bf16
 
     Parameters
     ----------
@@ -203,7 +203,7 @@ def _end(document: Mapping[str, Any], json: bool, then: str) -> int:
         next_command(then)
         return EXIT_DONE
     failed = [finding for finding in document["findings"] if finding["verdict"] == "fail"]
-    for finding in failed:
+    for finding in failed if json else ():  # the table has told them
         story(f"failed: {finding['claim']}: {finding['measured']}")
     if failed[0]["command"]:
         next_command(failed[0]["command"])

@@ -7,8 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fourfold.checkpoint.listing import list_checkpoints
+from fourfold.diagnose.bundles import bundle_of_failure, bundles
+from fourfold.diagnose.history import History, history
 from fourfold.diagnose.summary import Summary, summarize
 from fourfold.lab.report_page import render
+from fourfold.lab.report_resume import going_on
+from fourfold.lab.report_words import count
 from fourfold.record.finding import Finding
 from fourfold.record.reader import RunReader
 from fourfold.record.writer import write_json, write_text
@@ -32,16 +37,24 @@ def build_report(run_dir: Path | str) -> Path:
 
 
 def report_document(reader: RunReader) -> dict[str, Any]:
-    """The report as one JSON document; `verdict` is "open" where nothing failed but something is missing."""
+    """The report as one JSON document; `verdict` is "open" where nothing failed but something is missing.
+
+    `go_on` is the command that goes on with a run that is not finished; empty while one is at work in it.
+    """
     spec, plan, findings, summary = reader.spec(), reader.plan(), reader.findings(), summarize(reader)
-    verdict, reason = _verdict(summary, findings)
+    past = history(reader)
+    alive = bool(past.attempts) and past.attempts[-1].ending == "going on"
+    verdict, reason = _verdict(summary, findings, past)
     return {
         "schema": REPORT_SCHEMA,
         "verdict": verdict,
         "reason": reason,
-        "title": f"{spec.name} on {_count(summary.ranks, 'rank')}",
+        "title": f"{spec.name} on {count(summary.ranks, 'rank')}",
         "note": spec.note,
         "summary": summary.model_dump(mode="json"),
+        "history": past.model_dump(mode="json"),
+        "checkpoints": list_checkpoints(reader.dir.checkpoints).document(),
+        "go_on": "" if summary.ended == "finished" or alive else going_on(reader),
         "asked": asked(spec, reader.provenance()),
         "findings": [finding.model_dump(mode="json") for finding in findings],
         "plan": {key: value for key, value in plan.items() if key not in ("spec", "provenance", "command")},
@@ -67,23 +80,31 @@ def asked(spec: Spec, provenance: Mapping[str, str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _verdict(summary: Summary, findings: Sequence[Finding]) -> tuple[str, str]:
+def _verdict(summary: Summary, findings: Sequence[Finding], past: History) -> tuple[str, str]:
     """Pass needs a finished run and a check that passed; fail needs one thing that failed."""
     tally = {verdict: sum(f.verdict == verdict for f in findings) for verdict in ("pass", "fail", "open")}
     if summary.ended == "failed":
-        return "fail", f"The run failed after {_count(summary.steps_done, 'step')}."
+        return "fail", f"The run failed after {count(summary.steps_done, 'step')}."
     if tally["fail"]:
-        return "fail", f"{tally['fail']} of {_count(len(findings), 'claim')} did not hold."
+        return "fail", f"{tally['fail']} of {count(len(findings), 'claim')} did not hold."
     if summary.steps_agree is False and summary.ended != "unfinished":
         return "fail", "The ranks did not take the same steps."
     if summary.ended == "unfinished":
-        return "open", "The run is not finished: it is still going, or it ended without leaving a word."
+        return "open", f"The run is not finished: {_where(summary, past)}."
     if summary.ended == "stopped by a signal":
-        return "open", f"The run was stopped by a signal after {_count(summary.steps_done, 'step')}."
+        return "open", f"The run was stopped by a signal after {count(summary.steps_done, 'step')}."
     if not tally["pass"]:
         return "open", "The run finished; nothing about it was checked."
     left = f"; {tally['open']} left open" if tally["open"] else ""
-    return "pass", f"The run finished and {_count(tally['pass'], 'claim')} held{left}."
+    return "pass", f"The run finished and {count(tally['pass'], 'claim')} held{left}."
+
+
+def _where(summary: Summary, past: History) -> str:
+    """Of a run that is not finished: whether it goes on."""
+    done = f"{summary.steps_done} of {count(summary.steps_asked, 'step')} done"
+    if past.attempts and past.attempts[-1].ending == "going on":
+        return f"it is still going, {done}"
+    return f"it ended without leaving a word, {done}"
 
 
 def _census(reader: RunReader) -> dict[str, str]:
@@ -101,9 +122,13 @@ def _commands(
     typed = plan.get("command", ())
     commands = [("the run", typed if isinstance(typed, str) else shlex.join(typed))]
     commands += [("a check", finding.command) for finding in findings]
+    failing = bundle_of_failure(reader.dir)
     commands += [
-        ("the failing step", shlex.join(["fourfold", "replay", str(bundle.parent)]))
-        for bundle in sorted(reader.dir.failures_dir.glob("*/bundle.json"))
+        (
+            "the failing step" if bundle == failing else "a step that failed",
+            f"fourfold replay {shlex.quote(str(bundle))}",
+        )
+        for bundle in sorted(bundles(reader.dir), key=lambda bundle: bundle != failing)
     ]
     commands.append(("this report", f"fourfold report {run}"))
     once = {command: what for what, command in reversed(commands) if command}
@@ -117,7 +142,3 @@ def _at(values: Any, key: str) -> Any:
             return "n/a"
         values = values[part]
     return values
-
-
-def _count(number: int | str, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

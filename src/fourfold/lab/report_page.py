@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +11,8 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from fourfold.lab.loss_curve import NARROW, WIDE, loss_curve, points_per_mark
+from fourfold.lab.report_course import course
+from fourfold.lab.report_words import shown
 from fourfold.spec.model import ModelSpec
 
 Row = tuple[str, str]
@@ -57,6 +58,7 @@ def render(report: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]], mode
         wide_curve=Markup(loss_curve(training, validation, unit, WIDE)) if training else "",
         narrow_curve=Markup(loss_curve(training, validation, unit, NARROW)) if training else "",
         curve_notes=_curve_notes(training, validation, unit),
+        course=course(report),
         kinds=_by_kind(report["findings"]),
         asked=[(row["key"], shown(row["key"], row["value"]), row["from"]) for row in report["asked"]],
         predicted=_predicted(report["plan"]),
@@ -71,38 +73,6 @@ def loss_unit(model: ModelSpec) -> str:
     if model.kind == "mlp":
         return "nats per sample" if model.task == "classification" else "mean squared error"
     return "as the model defines it"
-
-
-def shown(key: str, value: Any) -> str:
-    """A value as people read it; the key's words (bytes, _s) say its unit."""
-    if value is None or value == "n/a":
-        return "n/a"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, Mapping):
-        return " · ".join(f"{name} {shown(f'{name}_{key}', item)}" for name, item in value.items()) or "none"
-    if isinstance(value, (int, float)):
-        if "bytes" in key.split("_"):
-            return _bytes(value)
-        if key.endswith("_s"):
-            return _seconds(value)
-        return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _bytes(value: float) -> str:
-    """Powers of 1024, as the names say."""
-    units = ("bytes", "KiB", "MiB", "GiB", "TiB")
-    power = min(int(math.log2(max(abs(value), 1))) // 10, len(units) - 1)
-    return f"{value / 1024**power:,.{0 if power == 0 else 2}f} {units[power]}"
-
-
-def _seconds(value: float) -> str:
-    if value < 60:
-        return f"{value:.3g} s"
-    minutes, seconds = divmod(round(value), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
 
 
 def _clock(unix_s: float | str) -> str:

@@ -14,7 +14,7 @@ from fourfold.launch.failure import FailureReport, report_path, signal_name
 from fourfold.launch.stop import StopRequest
 from fourfold.launch.story import FAILED, RESTARTED, in_file
 from fourfold.launch.watch import Outcome
-from fourfold.record.aloud import say
+from fourfold.record.aloud import say, say_and_keep
 from fourfold.record.problems import unreadable
 from fourfold.record.reader import read_lines
 from fourfold.record.run_dir import RunDir
@@ -97,12 +97,15 @@ class Attempts:
         signals: those that came so far, as (number, monotonic seconds); more may be added meanwhile. bad_at: when the
         first rank ended badly. No rank lives during the call.
         """
-        self._write_down(outcome)
+        self._write_down(outcome, signals)
         outcome = replace(outcome, failures=tuple(_without_lost_file(one) for one in outcome.failures))
         try:
             final = self._judge(outcome, signals, bad_at)
         except (FourfoldError, OSError) as error:
             final = replace(outcome, told=f"not started again: {error}")
+        if final is not None and final.told:
+            with suppress(OSError):
+                self._note("final", told=final.told)
         return None if final is None else replace(final, restarts=self._done)
 
     def _judge(
@@ -149,17 +152,16 @@ class Attempts:
         self.number += 1
         self._in_a_row = count
         self._done += 1
-        say(told)
-        with suppress(OSError), open(self._run.log, "a", encoding="utf-8") as log:
-            log.write(told + "\n")
+        say_and_keep(told, self._run.log)
 
-    def _write_down(self, outcome: Outcome) -> None:
+    def _write_down(self, outcome: Outcome, signals: Sequence[tuple[int, float]]) -> None:
         """A record that cannot be kept must not hide the failure: it is told on the screen, later."""
         failed = [(each.rank, each.kind, each.step, each.phase) for each in outcome.failures]
         try:
             self._note(
                 "end",
                 exit_code=outcome.exit_code,
+                signal=signal_name(signals[0][0]) if signals else None,
                 failures=[dict(zip(("rank", "kind", "step", "phase"), each, strict=True)) for each in failed],
             )
             for failure in outcome.failures:

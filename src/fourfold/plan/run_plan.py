@@ -199,6 +199,7 @@ def _lines(plan: RunPlan) -> list[str]:
     if plan.gradient_bytes_per_step is not None:
         sent = _size(plan.gradient_bytes_per_step)
         rows.append(("traffic", f"{sent} sent by each rank per step: all-reduce of gradients"))
+    rows.append(("validate", _when_validated(plan.spec)))
     rows.append(("no figure", "; ".join(plan.not_predicted)))
     rows += [("note", note) for note in plan.notes]
     return [
@@ -206,6 +207,14 @@ def _lines(plan: RunPlan) -> list[str]:
         for name, text in rows
         for line in wrap(text, 80, initial_indent=f"{name:<11}", subsequent_indent=" " * 11)
     ]
+
+
+def _when_validated(spec: Spec) -> str:
+    if not (spec.data.validation_fraction or getattr(spec.data, "validation_path", None)):
+        return "never: no data are kept for it"
+    every = spec.run.validate_every
+    when = f"every {every:,} steps and at the end" if every else "only at the end (run.validate_every = 0)"
+    return f"{when}, {spec.run.validation_batches or 'all'} global batches"
 
 
 def _size(count: int) -> str:

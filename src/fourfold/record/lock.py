@@ -40,10 +40,35 @@ def locked(run: RunDir) -> Iterator[None]:
         os.close(file)
 
 
+def at_work(run: RunDir) -> bool:
+    """Whether some process holds the run directory now; False where that cannot be told. Nothing is written."""
+    try:
+        file = os.open(run.path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
+def _in_words(owner: str) -> str:
+    """Who wrote the lock's file; whoever holds it may not have written it yet, or only in part."""
+    try:
+        told = json.loads(owner)
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(told["since"]))
+        return f"process {told['pid']} on {told['host']}, since {since}"
+    except (ValueError, KeyError, TypeError, OverflowError, OSError):
+        return "it has not said which"
+
+
 def _held(run: RunDir, owner: str) -> Problem:
     return Problem(
         asked=f"the run directory {run.path}",
-        found=f"another run is at work in it: {owner or 'it has not said which'}",
+        found=f"another run is at work in it: {_in_words(owner)}",
         why="two runs that write into one directory leave a record, and checkpoints, of neither",
         instead="wait for it, stop it, or another run.dir",
     )

@@ -11,12 +11,17 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
+def is_full(error: BaseException | None) -> bool:
+    """Whether it says that there is no room: on the disk, in a quota, under a limit of a file's size."""
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
 def unwritable(path: Path, error: OSError, what: str, kept: str) -> DataError:
     """A file that cannot be written; `kept` says what of it is safe."""
     place = path.parent
     while place.name.startswith("."):  # a folder of a save, which is removed when it fails
         place = place.parent
-    if error.errno in _FULL:
+    if is_full(error):
         instead = f"df -h {place}  (free some space there, or --set run.dir=ANOTHER/PLACE)"
     elif error.errno in _FORBIDDEN:
         instead = f"ls -ld {place}  (shows who may write there; or --set run.dir=ANOTHER/PLACE)"

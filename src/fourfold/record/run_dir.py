@@ -159,6 +159,11 @@ def next_free(root: Path | str, name: str) -> Path:
     return root / f"{name}-{max(used, default=0) + 1}"
 
 
+def next_free_beside(path: Path) -> Path:
+    """`next_free` for the name that `path` has, numbered or not."""
+    return next_free(path.parent, _stem(path.name))
+
+
 def claim_next(root: Path | str, name: str, fill: Callable[[RunDir], None] | None = None) -> RunDir:
     """Claim `next_free(root, name)`; tries the following number when another process was quicker."""
     while True:
@@ -206,7 +211,7 @@ def is_empty(path: Path) -> bool:
 
 
 def _used(run: RunDir) -> SpecError:
-    free = next_free(run.path.parent, _stem(run.path.name))
+    free = next_free_beside(run.path)
     return SpecError(
         Problem(
             asked=f"run.dir = {str(run.path)!r}",

@@ -13,8 +13,10 @@ from typing import Any, Self
 
 from pydantic import BaseModel
 
-from fourfold.record.problems import unwritable
+from fourfold.record.aloud import folded, say
+from fourfold.record.problems import is_full, unwritable
 from fourfold.record.run_dir import RunDir
+from fourfold.spec.errors import DataError
 from fourfold.spec.spec import Spec
 
 SPEC_SCHEMA = "fourfold.spec/1"
@@ -27,10 +29,16 @@ class JsonLines:
     A line that could be written only in part is taken back: the file holds whole lines.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        """Open or make the file and its folder; mend or cut off a last line broken by an earlier death."""
+    def __init__(self, path: Path | str, hold_bytes: int = 0) -> None:
+        """Open or make the file and its folder; mend or cut off a last line broken by an earlier death.
+
+        hold_bytes: lines for which the disk has no room are kept in memory up to so many bytes, told once, and written
+        before any later one.
+        """
         self.path = Path(path)
         self.lines = 0  # written by this object
+        self._hold_bytes = hold_bytes
+        self._held: list[bytes] = []
         try:
             self.path.parent.mkdir(exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -41,7 +49,27 @@ class JsonLines:
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append one line; DataError (disk full, no permission) leaves every earlier line whole."""
-        data = (dumps(line) + "\n").encode()
+        self._held.append((dumps(line) + "\n").encode())
+        try:
+            self._write_held()
+        except DataError as error:
+            if not is_full(error.__cause__) or sum(map(len, self._held)) > self._hold_bytes:
+                self._held.pop()
+                raise
+            if len(self._held) == 1:
+                most = f"{self._hold_bytes / 2**20:g} MiB"
+                say(
+                    folded(
+                        f"note: no room for {self.path}: its lines are kept in memory, up to {most}, until there is"
+                    )
+                )
+
+    def _write_held(self) -> None:
+        while self._held:
+            self._append(self._held[0])
+            del self._held[0]
+
+    def _append(self, data: bytes) -> None:
         done = 0
         try:
             while done < len(data):  # one turn, unless the disk fills up inside the line
@@ -55,7 +83,8 @@ class JsonLines:
         self.lines += 1
 
     def flush(self) -> None:
-        """Put every line so far on disk, for a power cut to spare."""
+        """Put every line so far on disk, for a power cut to spare. DataError if one of them is not even in the file."""
+        self._write_held()
         try:
             os.fsync(self._file)
             _flush_folder(self.path.parent)
@@ -66,7 +95,12 @@ class JsonLines:
     def close(self) -> None:
         """Close the file; some file systems report a full disk only here."""
         try:
-            os.close(self._file)
+            try:
+                self._write_held()
+            finally:
+                os.close(self._file)
+        except DataError:
+            raise
         except OSError as error:
             kept = f"of {self.lines} lines the last ones may be missing"
             raise unwritable(self.path, error, "close the record", kept) from error

@@ -20,6 +20,31 @@ def to_toml(spec: Spec, remarks: Mapping[str, str] | None = None) -> str:
     return "\n".join(_section("", spec, remarks or {})).lstrip("\n") + "\n"
 
 
+def changed(asked: Spec, settled: Spec, provenance: Mapping[str, str], world: int) -> str:
+    """Every setting that is no default, a line each as in TOML, with where it came from.
+
+    provenance: of `asked`, as loaded; `settled` for `world` ranks.
+    """
+    remarks = {**provenance, **computed(asked, settled, world)}
+    lines = []
+    for path, remark in remarks.items():
+        value: Any = settled
+        for key in path.split("."):
+            value = value[key] if isinstance(value, Mapping) else getattr(value, key)
+        lines.append(_with_remark(f"{path} = {toml_word(_plain(value))}", remark))
+    return "\n".join(lines)
+
+
+def computed(before: Spec, after: Spec, world: int | None) -> dict[str, str]:
+    """Remarks on the settings that met the world size: those that settling has changed."""
+    return {
+        f"{section}.{key}": f"world {world}"
+        for section in ("layout", "batch")
+        for key, value in getattr(after, section)
+        if value != getattr(getattr(before, section), key)
+    }
+
+
 def _section(path: str, value: Value, remarks: Mapping[str, str]) -> Iterator[str]:
     if path:
         yield from ("", f"[{path}]")

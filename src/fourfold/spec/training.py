@@ -85,7 +85,7 @@ class RunSpec(Value):
     seed: NonNegativeInt = 0
     exact: bool = False  # bitwise the same for every data-parallel degree (not supported yet)
     log_every: PositiveInt = 10  # steps between reductions of the metrics
-    validate_every: NonNegativeInt = 0  # steps between validations; 0 = only after the last step
+    validate_every: NonNegativeInt = 0  # steps between validations, and after the last; 0: only at the end
     validation_batches: NonNegativeInt = 0  # global batches of one validation; 0 = the whole set
     timeout_s: Annotated[float, Field(gt=0.0)] = 120.0  # longest wait in one collective
     grace_s: Annotated[float, Field(gt=0.0)] = 30.0  # from the first signal to the end of every rank

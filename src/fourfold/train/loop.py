@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from fourfold.data.batch import Batch
@@ -79,9 +80,13 @@ def warm_up(training: Training) -> None:
 
     It leaves nothing behind: gradients are dropped, buffers (running statistics) and random streams put back.
     """
+
+    def beat(step: int, phase: str, patient: bool = False) -> None:  # noqa: ARG001
+        training.beat(0, f"warm-up: {phase}", patient)
+
     batch = training.loader.mock()
     with untouched(training):
-        accumulate(training, [batch], agree_totals([batch], stop_requested=False))
+        accumulate(replace(training, beat=beat), [batch], agree_totals([batch], stop_requested=False))
     training.optimizer.zero_grad(set_to_none=True)
 
 

@@ -34,7 +34,6 @@ class Meter:
     def __init__(self, lines: JsonLines | None) -> None:
         self._lines = lines
         self._pending: list[_Pending] = []
-        self._unwritten: list[dict[str, float]] = []  # for which there was no room so far
         self._since = time.perf_counter()
 
     def restart_clock(self) -> None:
@@ -57,10 +56,9 @@ class Meter:
 
         Collectives: one all-reduce of four fp64 numbers per collected step, on the CPU.
         Raises CheckFailed for a line that is not finite, or whose targets are not those of the batches; DataError where
-        a line cannot be written: it is kept, and comes before every later one.
+        a line cannot be written.
         """
         if not self._pending:
-            self._write_out()
             return None
         steps, self._pending = self._pending, []
         device_part = torch.stack([torch.stack([s.pair.sum, s.pair.count.double()]) for s in steps]).cpu()
@@ -70,9 +68,9 @@ class Meter:
         now = time.perf_counter()
         step_s = (now - self._since) / len(steps)
         self._since = now
-        line: dict[str, float] = {}
+        lines: list[dict[str, float]] = []
         for pending, norm, (loss_sum, count, processed, nonpadding) in zip(steps, norms, summed, strict=True):
-            line = {
+            line: dict[str, float] = {
                 "step": pending.step + 1,
                 "loss": loss_sum / max(count, 1.0),
                 "grad_norm": norm,
@@ -86,18 +84,17 @@ class Meter:
                 "loss_tokens_per_s": count / step_s,
                 "time": time.time(),
             }
-            self._unwritten.append(line)
+            lines.append(line)
             try:
                 check_line(line, pending.totals.count)
             except CheckFailed:  # on every rank: the line that is refused is in the record
                 with suppress(DataError):
-                    self._write_out()
+                    self._write(lines)
                 raise
-        self._write_out()
-        return line
+        self._write(lines)
+        return lines[-1]
 
-    def _write_out(self) -> None:
-        while self._unwritten:
-            if self._lines is not None:
-                self._lines.write(self._unwritten[0])
-            del self._unwritten[0]
+    def _write(self, lines: Sequence[dict[str, float]]) -> None:
+        if self._lines is not None:
+            for line in lines:
+                self._lines.write(line)

@@ -20,7 +20,7 @@ from fourfold.launch.pulse import Pulse
 from fourfold.launch.rank import Joined, Rank, join
 from fourfold.launch.stop import StopRequest
 from fourfold.plan.run_plan import RunPlan
-from fourfold.record.aloud import say
+from fourfold.record.aloud import folded, say
 from fourfold.record.run_dir import RunDir
 from fourfold.record.writer import JsonLines
 from fourfold.spec.errors import EXIT_DONE, EXIT_STOPPED, FourfoldError, Problem, SpecError
@@ -55,8 +55,8 @@ def run_under_torchrun(plan: RunPlan, rank: Rank, resume: Resume, text: str, sto
         ExitStack() as held,
         join(rank, plan.spec.hardware.device, plan.spec.run.timeout_s) as joined,
     ):
-        plan, run = _agree_on_run(plan, joined, resume, text, held)
-        code = _train_guarded(plan, joined, run, stop)
+        agreed = _agree_on_run(plan, joined, resume, text, held)
+        code = EXIT_DONE if agreed is None else _train_guarded(agreed[0], joined, agreed[1], stop)
     leave(code)
 
 
@@ -92,12 +92,19 @@ def _left(leaving: SystemExit) -> Problem:
 
 def _agree_on_run(
     plan: RunPlan, joined: Joined, resume: Resume, text: str, held: ExitStack
-) -> tuple[RunPlan, RunDir]:
-    """Rank 0 opens the run directory; the others learn its name and the checkpoint, or that it cannot be had."""
+) -> tuple[RunPlan, RunDir] | None:
+    """Rank 0 opens the run directory; the others learn its name and the checkpoint, or that it cannot be had.
+
+    None for a run that is finished: there is nothing to do.
+    """
     key = "run directory"
     if joined.rank.rank == 0:
         try:
             going_on = chosen(plan, resume, held)
+            if going_on is not None and going_on.finished:
+                say(folded(going_on.told))
+                joined.store.set(key, json.dumps({"finished": True}))
+                return None
             run = begin(plan, text, going_on, held)
         except FourfoldError as error:
             joined.store.set(key, json.dumps({"error": str(error)}))
@@ -106,12 +113,11 @@ def _agree_on_run(
         say(f"run directory {run.path}")
         if going_on is not None:
             plan = going_on.plan
-            for path, reason in going_on.choice.passed_over:
-                say(f"passed over {path}: {reason}")
-            say(going_on.told)
         joined.store.set(key, json.dumps({"path": str(run.path.absolute()), "resume_from": plan.resume_from}))
         return plan, run
     told = json.loads(joined.store.get(key))
+    if "finished" in told:
+        return None
     if "error" in told:
         dist.destroy_process_group()
         raise SpecError(

@@ -28,9 +28,15 @@ from fourfold.train.step import LossPair, Totals
 from fourfold.train.story import Story
 from fourfold.train.validation import ValidationResult
 
+HOLD_BYTES = 2**24  # of each file's lines, kept in memory while the disk is full and the run may go on
+
 
 class Recorder:
-    """One writer for a rank's share of the run directory."""
+    """One writer for a rank's share of the run directory.
+
+    With `checkpoint.on_error = "go_on"` a full disk does not end the run: events and metrics, which hold the sample
+    ids, wait in memory until there is room; lines of the story may be lost.
+    """
 
     def __init__(
         self, training: Training, plan: RunPlan, run: RunDir, stop: StopRequest | None = None
@@ -46,9 +52,11 @@ class Recorder:
         self._slowest_s = training.spec.run.grace_s / 2  # a save may take so long without a word
 
     def __enter__(self) -> Recorder:
-        self._events = JsonLines(self._run.events(self._rank))
-        self._metrics = JsonLines(self._run.metrics) if self._rank == 0 else None
-        self._story = Story(self._run.log, speaks=self._rank == 0)
+        goes_on = self._training.spec.checkpoint.on_error == "go_on"
+        hold_bytes = HOLD_BYTES if goes_on else 0
+        self._events = JsonLines(self._run.events(self._rank), hold_bytes)
+        self._metrics = JsonLines(self._run.metrics, hold_bytes) if self._rank == 0 else None
+        self._story = Story(self._run.log, speaks=self._rank == 0, may_lose=goes_on)
         self._meter = Meter(self._metrics)
         self._event("census", 0, **self._training.census)
         return self
@@ -108,7 +116,10 @@ class Recorder:
         """
         self._meter.flush()
         self._events.flush()
-        return START if self._metrics is None else self._marker.mark()
+        if self._metrics is None:
+            return START
+        self._metrics.flush()
+        return self._marker.mark()
 
     def saved(self, step: int, folder: Path, seconds: float) -> None:
         """A checkpoint was published after `step` (from 0); it took so long."""

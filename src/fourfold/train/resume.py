@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -12,6 +14,7 @@ from typing import Any, Literal
 
 from fourfold.checkpoint.choose import Choice, PassedOver, look, newest_valid
 from fourfold.checkpoint.hold import in_use
+from fourfold.checkpoint.listing import SET_ASIDE
 from fourfold.checkpoint.publish import discard, step_name, try_out
 from fourfold.launch.restarts import Point, started_again
 from fourfold.plan.run_plan import RunPlan
@@ -19,7 +22,7 @@ from fourfold.record.lock import locked
 from fourfold.record.problems import unwritable
 from fourfold.record.reader import RunReader, read_lines
 from fourfold.record.rewind import keep_lines_until, set_findings_aside
-from fourfold.record.run_dir import RunDir, is_empty
+from fourfold.record.run_dir import RunDir, is_empty, next_free_beside
 from fourfold.record.writer import write_json
 from fourfold.spec.errors import DataError, Problem, SpecError
 
@@ -51,25 +54,38 @@ FREE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class GoingOn:
-    """A run that goes on: its plan from here, its directory, and the checkpoint that was chosen, if it has any."""
+    """A run that goes on: its plan from here, its directory, and the checkpoint that was chosen, if it has any.
+
+    finished: it came to its end, and there is nothing to go on with.
+    """
 
     plan: RunPlan
     run: RunDir
     choice: Choice
+    finished: bool = False
 
     @property
     def told(self) -> str:
         """In words, from where."""
+        if self.finished:
+            steps = self.plan.steps
+            return f"{self.run.path} is finished: step {steps} of {steps}, nothing to do"
         if self.choice.path is None:
             return f"begins anew in {self.run.path}: no checkpoint was saved yet"
         return f"goes on from {self.choice.path}"
+
+    @property
+    def story(self) -> tuple[str, ...]:
+        """The same after a line for each folder that was not taken, and why."""
+        return (*(f"passed over {path}: {reason}" for path, reason in self.choice.passed_over), self.told)
 
 
 def resumed(plan: RunPlan, resume: Resume) -> GoingOn | None:
     """The plan that goes on from the newest valid checkpoint of `run.dir`; None if the run begins anew.
 
     "never": always anew. "must": a checkpoint, or DataError. "auto": anew where there is no such directory, or nothing
-    in it; in the same directory if it was killed before its first save. Nothing is written.
+    in it; in the same directory if it was killed before its first save. A finished run is neither: `finished` says so,
+    unless what it saved is gone or damaged. Nothing is written.
     Raises SpecError for a directory of another run, naming every setting that differs; DataError for a run without a
     valid checkpoint.
     """
@@ -98,10 +114,12 @@ def resumed(plan: RunPlan, resume: Resume) -> GoingOn | None:
     if differing:
         raise SpecError([_differs(run, *difference) for difference in differing])
     choice = newest_valid(run.checkpoints)
-    if choice.path is None and not (resume == "auto" and _may_begin_anew(run, choice)):
-        raise DataError(_none(run, choice.passed_over))
+    saved = choice.path is not None or _was_saved(run, choice)
+    finished = (choice.step == plan.steps or not saved) and _is_finished(run, plan.world)
+    if choice.path is None and not finished and (saved or resume == "must"):
+        raise DataError(_none(run, choice.passed_over, saved))
     resume_from = None if choice.path is None else str(choice.path)
-    return GoingOn(plan.model_copy(update={"resume_from": resume_from}), run, choice)
+    return GoingOn(plan.model_copy(update={"resume_from": resume_from}), run, choice, finished)
 
 
 def chosen(plan: RunPlan, resume: Resume, held: ExitStack) -> GoingOn | None:
@@ -130,7 +148,7 @@ def reopen_run(plan: RunPlan, run: RunDir, choice: Choice) -> None:
     if plan.resume_from is None:
         keep_lines_until(run.metrics, 0)
     for path in _in_the_way(run, choice):
-        aside = path.with_name(f".aside-{path.name}-{uuid.uuid4().hex[:8]}")
+        aside = path.with_name(f"{SET_ASIDE}{path.name}-{uuid.uuid4().hex[:8]}")
         try:
             path.rename(aside)
         except OSError as error:
@@ -177,10 +195,20 @@ def _go_back(plan: RunPlan, run: RunDir, choice: Choice) -> None:
             discard(folder)
 
 
-def _may_begin_anew(run: RunDir, choice: Choice) -> bool:
-    """Whether nothing is lost by that but what the kill has lost: no save was ever done, and it is not finished."""
-    finished = any(line.get("ending") == "finished" for line in _lines(run.events(0)))
-    return not finished and not _was_saved(run, choice)
+def _is_finished(run: RunDir, world: int) -> bool:
+    """Whether every rank's newest event is that it came to the end of the last step, with the validation after it."""
+    return all(_last_event(run.events(rank)).get("ending") == "finished" for rank in range(world))
+
+
+def _last_event(path: Path) -> dict[str, Any]:
+    """{} where there is none, or where it is longer than an "end"."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+            line = json.loads(file.read().splitlines()[-1])
+    except (OSError, ValueError, IndexError):
+        return {}
+    return line if isinstance(line, dict) else {}
 
 
 def _was_saved(run: RunDir, choice: Choice) -> bool:
@@ -215,9 +243,9 @@ def _differs(run: RunDir, key: str, before: Any, after: Any) -> Problem:
 
 def _no_run(run: RunDir) -> Problem:
     return Problem(
-        asked=f"go on with {run.path}",
+        asked=f"go on with the run in {run.path}",
         found="nothing has that name",
-        why="there is no run to go on with",
+        why="--resume must begins no run",
         instead="--resume auto  (begins it), or the run.dir of a run that was begun",
     )
 
@@ -231,11 +259,13 @@ def _another_world(run: RunDir, before: int, now: int) -> Problem:
     )
 
 
-def _none(run: RunDir, passed_over: Sequence[PassedOver]) -> Problem:
+def _none(run: RunDir, passed_over: Sequence[PassedOver], saved: bool = True) -> Problem:
+    """saved: it had a checkpoint once."""
     passed = "; ".join(f"{path.name}: {reason}" for path, reason in passed_over)
-    return Problem(
-        asked=f"go on with {run.path}",
-        found=passed or "no checkpoint in it",
-        why="a run goes on from a complete and valid checkpoint only",
-        instead="--resume never and another run.dir, with --set checkpoint.every=N",
-    )
+    if saved:
+        why = "it goes on from a complete and valid checkpoint only, and those that it saved are gone or damaged"
+        instead = f"--resume never --set run.dir={next_free_beside(run.path)}  (a new run)"
+    else:
+        why = "it goes on from a checkpoint only, and ended before it saved one"
+        instead = "--resume auto  (begins it anew, in the same directory)"
+    return Problem(f"go on with {run.path}", passed or "no checkpoint in it", why, instead)

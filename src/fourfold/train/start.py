@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from fourfold.checkpoint.validate import read_manifest
 from fourfold.data.source import require_paths
 from fourfold.plan.run_plan import RunPlan
+from fourfold.record.aloud import say_and_keep
 from fourfold.record.environment import environment
 from fourfold.record.lock import locked
 from fourfold.record.run_dir import RunDir, claim_filled, claim_next
@@ -44,7 +45,7 @@ def open_run(plan: RunPlan, text: str) -> RunDir:
 
 
 def begin(plan: RunPlan, text: str, going_on: GoingOn | None, held: ExitStack) -> RunDir:
-    """Open the run directory, or open it again as `chosen`; `held` keeps its lock.
+    """Open the run directory, or open it again as `chosen`, saying from where it goes on; `held` keeps its lock.
 
     Raises what `open_run`, `reopen_run` and `locked` raise.
     """
@@ -52,6 +53,8 @@ def begin(plan: RunPlan, text: str, going_on: GoingOn | None, held: ExitStack) -
         run = open_run(plan, text)
         held.enter_context(locked(run))
         return run
+    for text in going_on.story:
+        say_and_keep(text, going_on.run.log)
     reopen_run(going_on.plan, going_on.run, going_on.choice)
     return going_on.run
 

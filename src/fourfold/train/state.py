@@ -68,7 +68,7 @@ def never_updated(training: Training) -> tuple[str, ...]:
 def unsaved(training: Training) -> tuple[str, ...]:
     """Modules with state that is no tensor (torch's get_extra_state), which a checkpoint does not hold."""
     return tuple(
-        name
+        name or "the model itself"
         for name, module in training.model.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     )

@@ -8,17 +8,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from fourfold.record.aloud import say
-from fourfold.record.problems import unwritable
+from fourfold.record.aloud import folded, say
+from fourfold.record.problems import is_full, unwritable
 
 QUIET_S = 30.0  # without a terminal, the longest silence before a line of progress
 
 
 class Story:
-    """Rank 0 speaks, to stderr and to `log`; the others are silent."""
+    """Rank 0 speaks, to stderr and to `log`, in lines of at most 80 columns; the others are silent."""
 
-    def __init__(self, log: Path, speaks: bool) -> None:
-        self._speaks = speaks
+    def __init__(self, log: Path, speaks: bool, may_lose: bool = False) -> None:
+        """may_lose: a line for which the disk has no room is lost in `log`, where else it is a DataError."""
+        self._may_lose = may_lose
         self._path = log
         self._log: TextIO | None = None
         if speaks:
@@ -41,6 +42,7 @@ class Story:
         if self._log is None:
             return
         self._end_live_line()
+        text = folded(text)
         say(text)
         self._keep(text)
 
@@ -51,7 +53,7 @@ class Story:
         if sys.stderr.isatty():
             say(f"\r\x1b[K{text[:79]}", end="")
             self._live = True
-            self._keep(text)
+            self._keep(folded(text))
         else:
             self.say(text)
 
@@ -67,9 +69,9 @@ class Story:
             self._log.write(text + "\n")
             self._log.flush()
         except OSError as error:
-            raise unwritable(
-                self._path, error, "write a line of the story", "earlier lines are kept"
-            ) from error
+            if not (self._may_lose and is_full(error)):
+                kept = "earlier lines are kept"
+                raise unwritable(self._path, error, "write a line of the story", kept) from error
 
     def _end_live_line(self) -> None:
         if self._live:

@@ -17,7 +17,9 @@ from fourfold.data.schedule import BatchSchedule
 from fourfold.data.source import open_sources
 from fourfold.data.transforms import make_transforms
 from fourfold.launch.pool import RankPool
+from fourfold.record.lock import at_work
 from fourfold.record.reader import RunReader
+from fourfold.record.run_dir import RunDir
 from fourfold.spec.errors import DataError, Problem, RankFailed, SpecError
 from fourfold.spec.rules import require
 from fourfold.spec.settle import data_parallel_degree, settle
@@ -98,16 +100,34 @@ def run_coverage(path: Path, *, out: Path | None = None, command: str = "") -> d
             )
         )
     check = LedgerCheck(schedule, _other_degrees(spec, schedule.samples), command, "this run: ")
-    check.fact("every rank left a record", f"{degree} ranks", f"{len(records)} ranks", len(records) == degree)
     last = max(record.reached for record in records)
-    if not all(_ended(reader, record.rank) for record in records):
-        # Ranks of a run that failed stop where they stood: only what all of them wrote down can be judged.
+    going = not all(record.ending for record in records)
+    if going and len(records) == degree:
+        # Ranks that go on, or died, stand at different steps: only what all of them wrote down can be judged.
         last = min(record.reached for record in records)
-        check.open("steps after the run failed", f"{last} steps are on all ranks' records", "a run that ends")
+    if going or any(record.ending == "stopped" for record in records):
+        check.open(*_still_to_come(reader.dir, last, spec.run.steps))
     ledgers = [record.ledger(schedule, last) for record in records]
-    if lacking := _lacking(records, degree, last):
+    told = f"{len(records)} ranks"
+    if going and len(records) < degree:  # the others may not have begun theirs yet
+        check.open("every rank left a record", f"{told} of {degree}", "the same command, when all have begun")
+        check.count(ledgers)
+        _as_scheduled(check, records, schedule, last)
+    else:
+        check.fact("every rank left a record", f"{degree} ranks", told, len(records) == degree)
+        _judge(check, reader.dir, records, ledgers, last)
+    folder = open_folder(path if out is None else out, spec.name)
+    return check.document(folder, "coverage-of-run", spec, degree)
+
+
+def _judge(
+    check: LedgerCheck, run: RunDir, records: Sequence[_Record], ledgers: Sequence[RankLedger], last: int
+) -> None:
+    """The steps up to `last`: all that their ledger says, or, where lines of them are lost, what is left."""
+    schedule = check.schedule
+    if lacking := _lacking(records, schedule.degree, last):
         measured = "; ".join(
-            f"{reader.dir.events(rank)} has no line of {_spans(steps)} of rank {rank}: nothing can be said of them"
+            f"{run.events(rank)} has no line of {_spans(steps)} of rank {rank}: nothing can be said of them"
             for rank, steps in lacking.items()
         )
         check.fact("the record holds every step of every rank", f"steps 1-{last} of each", measured, False)
@@ -115,17 +135,20 @@ def run_coverage(path: Path, *, out: Path | None = None, command: str = "") -> d
         _as_scheduled(check, records, schedule, last)
     elif last:
         check.ledger(ledgers, last)
-    folder = open_folder(path if out is None else out, spec.name)
-    return check.document(folder, "coverage-of-run", spec, degree)
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What one rank wrote down. by_step: step from 1 -> sample ids; reached: steps that it has done, by its record."""
+    """What one rank wrote down.
+
+    by_step: step from 1 -> sample ids; reached: steps that it has done, by its record; ending: "finished", "stopped",
+    or empty while it goes on, and where it died.
+    """
 
     rank: int
     by_step: dict[int, list[int]]
     reached: int
+    ending: str
 
     def ledger(self, schedule: BatchSchedule, last: int) -> RankLedger:
         """The steps recorded up to `last`; where each id stands in the global batch is the schedule's arithmetic."""
@@ -138,8 +161,10 @@ class _Record:
 def _recorded(reader: RunReader, rank: int, schedule: BatchSchedule) -> _Record:
     """One rank's record from its events."""
     by_step: dict[int, list[int]] = {}
-    began = 0
-    for event in reader.events(rank):
+    began, ending = 0, ""
+    for event in reader.events(rank):  # read once: a run that goes on writes more meanwhile
+        if event["kind"] in ("start", "end"):
+            ending = event["ending"] if event["kind"] == "end" else ""
         if event["kind"] == "start":  # a resumed run takes back what came after its checkpoint
             began = event["step"]
             by_step = {step: ids for step, ids in by_step.items() if step <= began}
@@ -155,7 +180,15 @@ def _recorded(reader: RunReader, rank: int, schedule: BatchSchedule) -> _Record:
                 instead=f"ls -l {reader.dir.events_dir}",
             )
         )
-    return _Record(rank, by_step, max(by_step, default=began))
+    return _Record(rank, by_step, max(by_step, default=began), ending)
+
+
+def _still_to_come(run: RunDir, done: int, asked: int) -> tuple[str, str, str]:
+    """An open point: what an unfinished run has not done yet can neither hold nor fail."""
+    state = "it is still going on" if at_work(run) else "it stopped unfinished"
+    measured = f"the run has {done} of {asked} steps on all ranks' records: {state}"
+    claim = "the steps still to come" if done < asked else "that the run ends well"
+    return claim, measured, "the same command, when the run is finished"
 
 
 def _lacking(records: Sequence[_Record], degree: int, last: int) -> dict[int, list[int]]:
@@ -163,7 +196,7 @@ def _lacking(records: Sequence[_Record], degree: int, last: int) -> dict[int, li
     known = {record.rank: record for record in records}
     lacking = {}
     for rank in range(degree):
-        record = known.get(rank, _Record(rank, {}, last))
+        record = known.get(rank, _Record(rank, {}, last, ""))
         steps = [step for step in range(1, min(record.reached, last) + 1) if step not in record.by_step]
         if steps:
             lacking[rank] = steps
@@ -223,8 +256,3 @@ def _other_degrees(spec: Spec, samples: int) -> Callable[[int], BatchSchedule]:
         return batch_schedule(spec.model_copy(update={"batch": cut}), samples, degree)
 
     return at_degree
-
-
-def _ended(reader: RunReader, rank: int) -> bool:
-    last = [event["kind"] for event in reader.events(rank) if event["kind"] in ("start", "end")][-1:]
-    return last == ["end"]

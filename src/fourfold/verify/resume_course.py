@@ -11,6 +11,7 @@ from fourfold.data.sample import Sample, Source
 from fourfold.data.schedule import steps_per_epoch
 from fourfold.data.source import Sources
 from fourfold.spec.spec import Spec
+from fourfold.spec.training import OptimizerSpec
 
 EVERY = 2  # steps between checkpoints: a kill may fall between two
 EPOCH_STEPS = 6  # long enough to be killed twice inside one
@@ -166,13 +167,20 @@ def _twice(epoch: int) -> Iterator[tuple[int, int]]:
     )
 
 
+def cut_schedule(optimizer: OptimizerSpec, steps: int) -> dict[str, object]:
+    """New lengths of warm-up and decay where these two do not fit into `steps`; nothing where they do."""
+    if optimizer.decay_steps is None or optimizer.decay_steps + optimizer.warmup_steps <= steps:
+        return {}
+    third = steps // 3
+    return {"warmup_steps": min(optimizer.warmup_steps, third), "decay_steps": third}
+
+
 def shortened(spec: Spec, course: Course, available: int, validates: bool) -> tuple[Spec, tuple[str, ...]]:
     """The settled Spec as the check runs it, and what was changed, in words.
 
     Model, batch, layout, precision, dropout and optimizer stay; of the optimizer only a decay that is longer than the
     check is cut.
     """
-    optimizer = spec.optimizer
     changed: dict[str, dict[str, object]] = {
         "run": {
             "steps": course.steps,
@@ -182,11 +190,8 @@ def shortened(spec: Spec, course: Course, available: int, validates: bool) -> tu
         },
         "checkpoint": {"every": EVERY, "every_s": 0.0, "keep_last": course.steps},
         "hardware": {"device": "cpu", "threads_per_rank": 1},
+        "optimizer": cut_schedule(spec.optimizer, course.steps),
     }
-    if optimizer.decay_steps is not None and optimizer.decay_steps + optimizer.warmup_steps > course.steps:
-        third = course.steps // 3
-        cut = {"warmup_steps": min(optimizer.warmup_steps, third), "decay_steps": third}
-        changed["optimizer"] = dict(cut)
     words = [
         f"{section}.{key} {'by default' if before is None else before} -> {value}"
         for section, entries in changed.items()
