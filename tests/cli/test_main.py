@@ -100,6 +100,10 @@ def test_help_is_broken_only_where_a_line_is_full(
     words: tuple[str, ...], width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
+    for app in (build_app(words[0])[name] for name in VERBS if name in words):
+        monkeypatch.setattr(app, "_fallback_console", None)  # made by an earlier test, with its width
+        for sub in words[1:]:
+            monkeypatch.setattr(app[sub], "_fallback_console", None)
     assert main([*words, "--help"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= width

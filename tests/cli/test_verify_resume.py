@@ -56,7 +56,7 @@ def test_a_failed_check_exits_3_and_says_where_it_begins(spec, capsys, monkeypat
     monkeypatch.setattr("fourfold.verify.resume.verify_resume", lambda *_args, **_more: document)
     assert main(["verify", "resume", spec, "--world", "2"]) == 3
     printed = capsys.readouterr()
-    assert "failed: the first deviating value: step 3, loss: 2 in place of 1" in printed.err
+    assert "fail     the first deviating value: step 3, loss: 2 in place of 1" in printed.out
     assert "next: do it again" in printed.err
 
 

@@ -82,7 +82,7 @@ def careless(plan: RunPlan, run: Path, folder: Path, saved: int, epoch_anew: boo
             events.write({"rank": rank, "step": step + 1, "kind": "step", "sample_ids": ids})
             if metrics is not None:
                 metrics.write({"step": step + 1, "loss": loss, "grad_norm": float(norm), "lr": rate})
-        events.write({"rank": rank, "step": plan.steps, "kind": "end"})
+        events.write({"rank": rank, "step": plan.steps, "kind": "end", "ending": "finished"})
     return dict(DRAWN_FROM)
 
 
