@@ -76,7 +76,7 @@ def fourfold_loop(training: Any, record: Any, steps: int) -> Callable[[int], Non
 
     def step(_index: int) -> None:
         number, batches = next(supply)
-        pending = agree_totals(batches, stop_requested=False)
+        pending = agree_totals(training, batches, stop_requested=False)
         pair, totals = accumulate(training, batches, pending)
         norm = clip(training)
         check_step(training, batches, pair, norm)

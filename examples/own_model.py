@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.models.draws import Draws
+from fourfold.models.initial import fill
 from fourfold.models.loss import cross_entropy
-from fourfold.models.protocol import BatchLike, ModelKit, Rule
+from fourfold.models.protocol import BatchLike, ModelKit, Rule, Start
 
 
 class Layer(nn.Module):
@@ -68,9 +69,20 @@ class WindowKit:
         self.dropout = dropout
 
     def build(self, seed: int, dtype: torch.dtype) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)  # every rank builds the same network
+        module = WindowModel(*self.sizes)
+        fill(module, self.start, seed, dtype)  # every rank builds the same network
+        return module
+
+    def skeleton(self, dtype: torch.dtype) -> nn.Module:
+        with torch.device("meta"):  # shapes alone; with `start`, each rank fills in the part that it holds
             return WindowModel(*self.sizes).to(dtype)
+
+    def start(self, name: str) -> Start:
+        window, width, _, _ = self.sizes
+        if name.endswith("bias"):
+            return Start(mean=0.0, std=0.0)
+        inputs = {"embedding.weight": 1, "join.weight": window * width}.get(name, width)
+        return Start(mean=0.0, std=inputs**-0.5)
 
     def loss(self, module: nn.Module, batch: BatchLike) -> tuple[Tensor, Tensor]:
         dropping = module.training and self.dropout > 0

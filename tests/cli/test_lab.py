@@ -84,3 +84,46 @@ def test_names_are_never_broken_at_a_hyphen():
     told = document()
     told["exercises"][0]["fourfold"] = ["word " * 13 + ".saving-step-00000020-a6b16474: not finished"]
     assert any(line.strip().startswith(".saving-step-00000020-a6b16474") for line in resume_lines(told))
+
+
+PRECISION = {
+    "schema": "fourfold.lab.precision/1",
+    "verdict": "pass",
+    "steps": 9,
+    "runs": [
+        {
+            "name": name, "title": name, "losses": [5.0, "nan", *[4.0] * 7], "skipped_steps": [2] * (name == "fp16"),
+            "bytes": {"parameters": 10, "moments": 20, "kept": 30}, "tokens_per_s": 1234.5,
+            "gradient_in_a_large_batch": {"tokens": 1000, "vanished": 0.25, "gap": 0.0},
+        }
+        for name in ("fp32", "fp16")
+    ],
+    "mistakes": [
+        {"title": "a mistake", "why": "word " * 30, "seen": ["seen"], "fourfold": ["ends the run"], "verdict": "pass"}
+    ],
+    "findings": [{"claim": "a claim", "measured": "why not", "verdict": "open"}],
+    "findings_file": "runs/verify-lab-1/findings/lab-precision.json",
+    "folder": "runs/verify-lab-1/lab-precision-1",
+}  # fmt: skip
+
+
+def test_precision_prints_its_runs_and_mistakes_and_the_next_command(monkeypatch, capsys):
+    answers = []
+
+    def lab_precision(**more):
+        answers.append(more)
+        return PRECISION | ({"verdict": "fail"} if more["out"] else {})
+
+    monkeypatch.setattr("fourfold.lab.precision.lab_precision", lab_precision)
+    assert main(["lab", "precision"]) == 0
+    printed = capsys.readouterr()
+    text = printed.out.splitlines()
+    assert "fp32  5.0000  4.0000  4.0000  4.0000  4.0000  none" in text
+    assert "fp16  5.0000  4.0000  4.0000  4.0000  4.0000  2" in text
+    assert " -> caught" in text and "not tested: a claim: why not" in text
+    assert max(map(len, text)) <= 80
+    assert "next: fourfold train tiny --nproc 2 --set precision.compute=bf16" in printed.err
+    assert main(["lab", "precision", "--out", "bad", "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["schema"] == "fourfold.lab.precision/1"
+    assert main(["lab", "precision", "--help"]) == 0
+    assert capsys.readouterr().out.count("fourfold lab precision") == 4

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.cli.layout import app, group_table, picture
+from fourfold.cli.main import main
 from fourfold.spec.errors import SpecError
 from fourfold.spec.grid import GROUPS, Grid
 
@@ -57,8 +58,9 @@ def test_two_by_eight_ranks(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    app(["--help"], result_action="return_value")
-    assert capsys.readouterr().out.count("fourfold layout show") == 3
+    for verb, count in (("", 3), ("show ", 3), ("list ", 3)):
+        assert main(["layout", *verb.split(), "--help"]) == 0
+        assert capsys.readouterr().out.count(f"    fourfold layout {verb}") == count
 
 
 def test_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,6 +93,12 @@ def test_a_spec_file_brings_its_layout(capsys: pytest.CaptureFixture[str], tmp_p
     assert show_json(capsys, f"{path} --world 6")["layout"]["dp_replicate"] == 3
 
 
+def test_a_spec_without_a_batch_is_told_what_fits(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[model]\nkind = "mlp"\n[data]\nkind = "synthetic"\n')
+    assert "--set layout.tp=4  (dp_replicate becomes 2)" in refusal(f"{path} --world 8 --set layout.tp=16")
+
+
 def refusal(line: str) -> str:
     with pytest.raises(SpecError) as error:
         app(["show", *line.split()], result_action="return_value")
@@ -111,7 +119,7 @@ def test_a_wrong_product_names_the_nearest() -> None:
     [
         ("--world 0", "at least one rank"),
         ("--world 4 --set layout.ep=3", "--set layout.ep=1"),
-        ("--world 4 --set layout.dp_shard=2", "--set layout.zero=3"),
+        ("--world 4 --set layout.dp_shard=2", "--set layout.zero=1"),
         ("--world 4 --set layout.sp=true", "--set layout.tp=2"),
         ("--world 4 --set tp=2", "--set layout.tp=2"),
         ("--world 4 --set run.steps=2", "name a SPEC first"),
@@ -120,7 +128,7 @@ def test_a_wrong_product_names_the_nearest() -> None:
         ("--world 4 --set layout.tp", "no ="),
         ("tinny --world 4", "tiny"),
         ("tiny --world 8 --set layout.ep=2", "a model without experts"),
-        ("tiny --world 4 --set layout.dp_replicate=1 --set layout.dp_shard='auto'", "layout.zero=3"),
+        ("tiny --world 4 --set layout.dp_replicate=1 --set layout.dp_shard='auto'", "--set layout.zero=1\n"),
     ],
 )
 def test_refusals(line: str, says: str) -> None:

@@ -203,7 +203,7 @@ def test_what_a_verb_returns(monkeypatch: pytest.MonkeyPatch, returned: object, 
 
 def test_repeated_settings_and_debug_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, ...]] = []
-    monkeypatch.setattr("fourfold.cli.spec.load_spec", lambda _, sets: seen.append(sets) or 1 / 0)
+    monkeypatch.setattr("fourfold.cli.spec.load_spec", lambda _, sets, __: seen.append(sets) or 1 / 0)
     assert main(["--debug", "spec", "show", "tiny", "--set", "a=1", "--debug", "--set=b=2"]) == 1
     assert seen == [("a=1", "b=2")]
 

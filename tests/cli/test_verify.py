@@ -68,6 +68,46 @@ def test_a_failed_check_exits_3_and_says_what_failed(spec, capsys, monkeypatch):
     assert json.loads(printed.out) == document and "failed: loss: 0.5" in printed.err
 
 
+def test_every_layout_is_a_table_of_its_own(spec, capsys, monkeypatch):
+    finding = {"verdict": "pass", "tolerance": "1e-12", "command": "", "expected": ""}
+    bad = {
+        **finding,
+        "claim": "tp 2, sp",
+        "verdict": "fail",
+        "measured": "norm of global norm",
+        "command": "one",
+    }
+    asked = {}
+
+    def every(*_args, **more):
+        asked.update(more)
+        return {
+            "verdict": "fail",
+            "changes": ["model.layers 4 -> 2"],
+            "count": 2,
+            "findings_file": "x.json",
+            "layouts": [
+                {"verdict": "pass", "worst_relative": 2e-15, "seconds": 1.25, "words": "tp 2"},
+                {"verdict": "fail", "worst_relative": 0.5, "seconds": 2.0, "words": "tp 2, sp"},
+            ],
+            "refused": [{"family": "cp 2", "rule": "layout.cp not trained yet"}],
+            "findings": [{**finding, "claim": "tp 2", "measured": "worst 2e-15"}, bad],
+        }
+
+    monkeypatch.setattr("fourfold.verify.every_layout.verify_every_layout", every)
+    assert main(["verify", "equal", spec, "--world", "2", "--all", "--set", "run.seed=3"]) == 3
+    printed = capsys.readouterr()
+    assert "pass     2e-15  1.2      tp 2\nfail     0.5    2.0      tp 2, sp" in printed.out
+    assert "tp 2, sp: norm of global norm" in printed.out and "tp 2: worst" not in printed.out
+    assert "refused: cp 2 (layout.cp not trained yet)" in printed.err and "next: one" in printed.err
+    assert asked["steps"] == 3
+    assert asked["command"] == f"fourfold verify equal {spec} --world 2 --steps 3 --all --set run.seed=3"
+    alone = asked["repeat"](("layout.tp=2",))
+    assert alone == (
+        f"fourfold verify equal {spec} --world 2 --steps 3 --adversarial --set run.seed=3 --set layout.tp=2"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

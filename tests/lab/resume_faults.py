@@ -15,8 +15,8 @@ def moments_are_dropped() -> None:
 
     def load_state(training: Any, folder: Any) -> Any:
         restored = right(training, folder)
-        assert training.optimizer.state, "there is something to lose"
-        training.optimizer.state.clear()
+        assert training.optimizer.adamw.state, "there is something to lose"
+        training.optimizer.adamw.state.clear()
         return restored
 
     saver.load_state = load_state

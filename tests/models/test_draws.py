@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.models.draws import _GAMMA, Draws, _mix_, normal
+from fourfold.spec.boxes import Box
+from tests.models import draws_jobs
 
 SHAPE = (16, 33)
 
@@ -115,6 +117,40 @@ def test_dropout_of_nothing_returns_its_input() -> None:
 def test_rows_must_match() -> None:
     with pytest.raises(AssertionError, match="one row of draws"):
         Draws(1, 2, torch.arange(2)).keep("a", 0.5, (3, 4))
+
+
+@given(shape=st.lists(st.integers(1, 7), min_size=2, max_size=4), data=st.data())
+def test_a_box_has_the_draws_of_the_whole(shape: list[int], data: st.DataObject) -> None:
+    """Any dims cut, any offset, empty ones too: only what is inside is drawn, and it is the same."""
+    offset = tuple(data.draw(st.integers(0, size)) for size in shape)
+    size = tuple(data.draw(st.integers(0, full - at)) for full, at in zip(shape, offset, strict=True))
+    draws = Draws(3, 5, torch.arange(shape[0]))
+    whole = draws._kept("x", 1 << 15, shape)
+    box = Box(offset, size)
+    assert torch.equal(draws._kept("x", 1 << 15, shape, box), whole[box.slices])
+
+
+def test_a_box_of_the_first_dim_that_is_cut_makes_no_draws_but_its_own() -> None:
+    """At every offset within a hash's four lanes."""
+    draws = Draws(0, 0, torch.arange(2))
+    whole = draws._kept("x", 1 << 15, (2, 40, 3))
+    for start in range(40):
+        box = Box((0, start, 0), (2, min(5, 40 - start), 3))
+        assert torch.equal(draws._kept("x", 1 << 15, (2, 40, 3), box), whole[box.slices])
+    assert max(stop - first for first, stop in draws._counters if (first, stop) != (0, 30)) <= 5
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("shape", [(3, 5, 6), (4, 8, 4), (1, 3, 2), (5, 7)])
+def test_dropout_of_a_cut_tensor_is_the_part_of_the_whole(ranks, world, shape) -> None:  # type: ignore[no-untyped-def]
+    dims: list[int | None] = [None, *range(len(shape))]
+    for held in ranks(world).run(draws_jobs.dropout_of_boxes, dims, shape, 0.3):
+        assert held == [True] * len(dims)
+
+
+def test_dropout_that_is_computed_again_in_backward_is_the_same(ranks) -> None:  # type: ignore[no-untyped-def]
+    for dim in (None, 0, 1, 2):
+        assert all(ranks(2).run(draws_jobs.recomputed, dim))
 
 
 def test_the_mixer_is_splitmix64() -> None:

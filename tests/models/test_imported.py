@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fourfold.data.batch import Batch
-from fourfold.models.imported import ImportedKit
-from fourfold.models.protocol import LossModule
+from fourfold.models.imported import ImportedKit, imported_kit
+from fourfold.models.protocol import BoxedKit, Heads, LossModule, Start
 from fourfold.spec.errors import SpecError
 from fourfold.spec.model import ImportSpec
 from fourfold.spec.spec import Spec
@@ -57,6 +57,19 @@ class Kit:
     def blocks(self, module):
         return ("linear",)
 
+class Boxed(Kit):
+    # One that can be made in parts; what it does wrong is named by its arguments.
+    def skeleton(self, dtype):
+        with torch.device("cpu" if self.values.get("real") else "meta"):
+            module = Line().to(torch.float32 if self.values.get("narrow") else dtype)
+            if self.values.get("empty"):
+                module.register_buffer("mask", torch.ones(2))
+        if self.values.get("full"):
+            module.register_buffer("mask", torch.ones(2))
+        return None if self.values.get("nothing") else module
+    def start(self, name):
+        return {"linear.weight": (0.0, 1)}.get(name, (1, 0.0)) if not self.values.get("lost") else {}[name]
+
 class Half:
     def build(self, seed, dtype): ...
     def loss(self, module, batch): ...
@@ -70,6 +83,7 @@ def kit(): return Kit()
 def kit_of_text(): return Kit(built="text")
 def kit_of_fp32(): return Kit(built=Line())
 def kit_that_raises(): return Kit(built=None)
+def boxed(**values): return Boxed(**values)
 def frozen(): return Line().requires_grad_(False)
 def lazy(): return nn.LazyLinear(3)
 def detached(): return Detached()
@@ -93,7 +107,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def kit(target: str, **args: Any) -> ImportedKit:
-    return ImportedKit(ImportSpec(kind="import", target=target, args=args))
+    return imported_kit(ImportSpec(kind="import", target=target, args=args))
 
 
 def refused(target: str, **args: Any) -> Any:
@@ -195,6 +209,44 @@ def test_what_build_returns_is_checked(target: str, found: str) -> None:
 
 
 @pytest.mark.usefixtures("here")
+def test_a_kit_that_can_be_made_in_parts_is_known_as_one() -> None:
+    mine = kit("mine.models:boxed", full=True)
+    assert isinstance(mine, BoxedKit)
+    assert mine.start("linear.weight") == Start(0.0, 1.0)
+    module = mine.skeleton(torch.float64)
+    assert all(p.is_meta and p.dtype == torch.float64 for p in module.parameters())
+    assert torch.equal(module.mask, torch.ones(2))
+    assert not isinstance(kit("mine.models:kit"), BoxedKit)
+    assert not isinstance(kit("mine.models:line"), BoxedKit)
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        ("real", "linear.weight, linear.bias with memory"),
+        ("narrow", "linear.weight, linear.bias in another dtype"),
+        ("empty", "buffers mask without values"),
+        ("nothing", "skeleton() returned a NoneType"),
+    ],
+)
+def test_what_a_skeleton_is_without_is_refused(wrong: str, found: str) -> None:
+    mine = kit("mine.models:boxed", **{wrong: True})
+    assert isinstance(mine, BoxedKit)
+    with pytest.raises(SpecError) as error:
+        mine.skeleton(torch.float64)
+    assert found in error.value.problems[0].found
+
+
+@pytest.mark.usefixtures("here")
+def test_a_start_that_is_none_is_refused_by_name() -> None:
+    mine = kit("mine.models:boxed", lost=True)
+    assert isinstance(mine, BoxedKit)
+    with pytest.raises(SpecError, match=r'start\("linear\.bias"\)'):
+        mine.start("linear.bias")
+
+
+@pytest.mark.usefixtures("here")
 def test_a_loss_that_is_no_pair_is_refused(vectors: Callable[..., Batch]) -> None:
     mean = kit("mine.models:mean")
     with pytest.raises(SpecError, match=r"a tensor of shape \(\)"):
@@ -221,7 +273,7 @@ def test_the_example_trains_and_is_equal_in_every_split(
 ) -> None:
     model = example().model
     assert isinstance(model, ImportSpec)
-    mine = ImportedKit(model)
+    mine = imported_kit(model)
     module = mine.build(0, torch.float64)
     batch = tokens([[24], [5, 19], [8, 8, 8]])
     whole, count = mine.loss(module, batch)
@@ -231,6 +283,9 @@ def test_the_example_trains_and_is_equal_in_every_split(
     whole.backward()
     assert all(p.grad is not None for p in module.parameters())
     assert mine.blocks(module) == ("layers.0", "layers.1")
+    assert isinstance(mine, BoxedKit)
+    skeleton = {n: (p.shape, p.dtype) for n, p in mine.skeleton(torch.float64).named_parameters()}
+    assert skeleton == {n: (p.shape, p.dtype) for n, p in module.named_parameters()}
 
 
 def test_the_page_shows_code_that_runs(vectors: Callable[..., Batch]) -> None:
@@ -242,3 +297,14 @@ def test_the_page_shows_code_that_runs(vectors: Callable[..., Batch]) -> None:
     total, count = module(vectors(3, 4, torch.zeros(3, 1, dtype=torch.float64)))
     assert total.shape == ()
     assert count == 3
+
+
+def test_the_pages_table_has_rules_that_there_are() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "own_model.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page.split("```python\n")[2].split("```")[0], names)
+    table = names["sharding"](None)
+    assert {rule for rule in table.values() if isinstance(rule, str)} == {
+        *("vocabulary", "replicate", "row", "column")
+    }
+    assert table["query.*"] == Heads(8)

@@ -9,15 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.plan.parameters import (
-    CORRECTION,
-    count_parameters,
-    default_ffn_width,
-    parameter_terms,
-)
+from fourfold.plan.parameters import CORRECTION, count_parameters, parameter_terms
 from fourfold.spec.errors import SpecError
 from fourfold.spec.load import load_spec
 from fourfold.spec.model import DecoderSpec, ImportSpec, MlpSpec
+from fourfold.spec.widths import default_ffn_width
 
 unhurried = settings(deadline=None, max_examples=60)
 
@@ -141,14 +137,6 @@ def test_an_imported_model_is_not_guessed() -> None:
 def test_learned_positions_need_a_length() -> None:
     with pytest.raises(SpecError, match=r"--set model\.max_sequence"):
         count_parameters(decoder(positions="learned"))
-
-
-@pytest.mark.parametrize(
-    ("width", "ffn", "expected"),
-    [(64, "swiglu", 192), (12, "swiglu", 32), (4096, "swiglu", 10944), (768, "gelu", 3072)],
-)
-def test_default_ffn_width(width: int, ffn: str, expected: int) -> None:
-    assert default_ffn_width(width, ffn) == expected
 
 
 def test_deepseek_v3_as_published_with_its_prediction_module() -> None:

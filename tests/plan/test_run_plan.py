@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from fourfold.plan.run_plan import (
     RunPlan,
     all_reduce_sent_bytes,
-    element_bytes,
     make_run_plan,
     state_bytes,
 )
+from fourfold.plan.state_bytes import element_bytes, rank_bytes
 from fourfold.spec.errors import SpecError
 from fourfold.spec.load import load_spec
 from fourfold.spec.training import PrecisionSpec
@@ -163,3 +163,28 @@ def test_a_run_that_ends_inside_its_warm_up_is_planned_with_a_note():
 )
 def test_it_says_when_it_is_validated(sets: tuple[str, ...], told: str) -> None:
     assert f"validate   {told}" in str(plan_of("tiny", 2, sets))
+
+
+def test_a_rank_has_its_part_predicted() -> None:
+    plan = make_run_plan(load_spec("tiny", ["layout.zero=2", "layout.offload=disk"]), 4, ("test",))
+    assert plan.rank_bytes == rank_bytes(plan.spec, 0)
+    assert RunPlan.model_validate_json(plan.model_dump_json()) == plan
+    row = " ".join(str(plan).split())
+    assert "after init; " in row and " after the step; 0.41 MiB on disk" in row
+    assert "traffic under layout.dp_shard, layout.zero" in plan.not_predicted
+    assert make_run_plan(load_spec("tiny", ["layout.cp=2"]), 4, ("test",)).rank_bytes is None
+
+
+def test_state_that_is_on_the_cpu_already_is_noted() -> None:
+    def notes(*sets: str) -> str:
+        return " ".join(make_run_plan(load_spec("tiny", ["layout.zero=3", *sets]), 2, ("test",)).notes)
+
+    assert "moves state off a CUDA device" in notes("layout.offload=cpu")
+    assert "CUDA" not in notes("layout.offload=cpu", "hardware.device=cuda") + notes()
+
+
+def test_a_reduction_in_bf16_sends_half():
+    wide, narrow = (
+        plan_of("tiny", 2, sets).gradient_bytes_per_step for sets in ([], ["precision.reduce=bf16"])
+    )
+    assert narrow * 2 == wide

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 
 from fourfold.spec.degrees import divisors
 from fourfold.spec.errors import SpecError
-from fourfold.spec.grid import AXES, BORROWED, GROUPS, Grid, fit
+from fourfold.spec.grid import AXES, BORROWED, GROUPS, Grid
 from fourfold.spec.training import LayoutSpec
 
 unhurried = settings(deadline=None, max_examples=60)
@@ -170,67 +169,6 @@ def test_of_a_layout() -> None:
     assert Grid.of(layout) == Grid(pp=2, dp_replicate=3, dp_shard=4, cp=5, tp=6, ep=8)
     with pytest.raises(SpecError, match="settle the layout"):
         Grid.of(LayoutSpec())
-
-
-# --------------------------------------------------------------------------------------------------------- fit
-
-
-def test_fit_fills_auto() -> None:
-    fitted = fit(LayoutSpec(pp=2, tp=2), 8)
-    assert (fitted.dp_replicate, fitted.dp_shard) == (2, 1)
-    assert fit(fitted, 8) == fitted
-    assert fit(LayoutSpec(dp_replicate=2, dp_shard="auto", zero=3), 8).dp_shard == 4
-    assert fit(LayoutSpec(), 1).dp_replicate == 1
-
-
-@pytest.mark.parametrize(
-    ("layout", "world", "says"),
-    [
-        (LayoutSpec(pp=3), 8, "--set layout.pp=4"),
-        (LayoutSpec(dp_replicate=3), 8, "a world of 3 ranks"),
-        (LayoutSpec(), 0, "at least one rank"),
-        (LayoutSpec(dp_replicate="auto", dp_shard="auto"), 8, "--set layout.dp_shard=1"),
-        (LayoutSpec(tp=2, ep=4), 4, "--set layout.ep=2"),
-    ],
-)
-def test_fit_refuses(layout: LayoutSpec, world: int, says: str) -> None:
-    with pytest.raises(SpecError, match=re.escape(says)):
-        fit(layout, world)
-
-
-@unhurried
-@given(
-    st.fixed_dictionaries(
-        {axis: st.integers(1, 6) for axis in AXES if axis != "dp_replicate"}
-        | {"dp_replicate": st.sampled_from([1, 2, 3, "auto"]), "ep": st.sampled_from([1, 2, 3])}
-    ),
-    st.integers(1, 64),
-)
-def test_what_fit_says_to_type_fits(asked: dict[str, Any], world: int) -> None:
-    layout = LayoutSpec(**asked, zero=1)
-    try:
-        fit(layout, world)
-    except SpecError as error:
-        (problem,) = error.problems
-    else:
-        return
-    for line in problem.instead.splitlines() if problem.asked.startswith("a layout for") else ():
-        typed = {axis: int(degree) for axis, degree in re.findall(r"layout\.(\w+)=(\d+)", line)}
-        ranks = re.search(r"a world of (\d+) ranks", line)
-        wanted = int(ranks[1]) if ranks else world
-        assert ranks or typed
-        if typed or math.prod(asked[axis] for axis in BORROWED) % asked["ep"] == 0:
-            fit(layout.model_copy(update=typed), wanted)
-
-
-def test_fit_says_nothing_that_other_settings_forbid() -> None:
-    with pytest.raises(SpecError) as error:
-        fit(LayoutSpec(dp_replicate=5), 8)
-    assert "dp_shard=" not in str(error.value)
-    with pytest.raises(SpecError) as error:
-        fit(LayoutSpec(tp=3, sp=True), 2)
-    assert "--set layout.tp=2" in str(error.value)
-    assert "--set layout.tp=1" not in str(error.value)
 
 
 # ------------------------------------------------------------------------------------------------------- torch

@@ -21,6 +21,11 @@ MOE = "model.moe={experts=6,top_k=2}"
 MLA = "model.mla={kv_rank=8,nope_head_width=8,rope_head_width=8,value_head_width=8}"
 NO_KV = "model={layers=4,width=64,heads=4}"
 MLP = ("model.kind=mlp", "data.kind=synthetic")
+VECTORS = (
+    *("model.kind=import", "model.target=a:b"),
+    *("data.kind=synthetic", "data.inputs=3", "data.outputs=1", "data.task=regression"),
+)
+TOKENS = ("data.kind=tokens", "data.path=x")
 OWN = ("model.kind=import", "model.target=a:b", "data.kind=synthetic")
 
 BROKEN: list[tuple[str, Sequence[str]]] = [
@@ -52,15 +57,45 @@ BROKEN: list[tuple[str, Sequence[str]]] = [
     ("a validation set", ["data.validation_fraction=0"]),
     ("one auto degree", ["layout.dp_shard=auto", "layout.zero=1"]),
     ("zero shards", ["layout.dp_shard=2"]),
+    ("units of zero", ["layout.wrap=2"]),
+    ("units of zero", ["layout.wrap=model"]),
+    ("units of blocks", ["layout.zero=3", "layout.wrap=5"]),
+    ("units of blocks", [*MLP, "layout.zero=1", "layout.wrap=5"]),
+    ("prefetch of zero 3", ["layout.prefetch=1"]),
+    ("prefetch of zero 3", ["layout.zero=2", "layout.prefetch=1"]),
+    ("units to prefetch", ["layout.zero=3", "layout.prefetch=5"]),
+    ("units to prefetch", ["layout.zero=3", "layout.wrap=3", "layout.prefetch=3"]),
+    ("units to prefetch", ["layout.zero=3", "layout.wrap=model", "layout.prefetch=1"]),
+    ("offload of zero", ["layout.offload=cpu"]),
+    ("files to offload to", ["layout.offload_dir=x"]),
+    ("files to offload to", ["layout.zero=1", "layout.offload=cpu", "layout.offload_dir=x"]),
+    ("files to offload to", ["layout.offload=disk", 'layout.offload_dir=" "']),
+    ("zero over shards", ["layout.zero=1", "layout.dp_replicate=2"]),
     ("sp needs tp", ["layout.sp=true"]),
+    ("sp needs tp", ["layout.sp=true", "model.ffn_width=66"]),
+    ("sp needs tokens", [*MLP, "layout.tp=2", "layout.sp=true"]),
+    ("sp needs tokens", [*VECTORS, "layout.tp=2", "layout.sp=true"]),
     ("ep needs experts", ["layout.ep=2"]),
     ("ep needs experts", [MOE, "layout.ep=4"]),
     ("tp keeps heads whole", ["layout.tp=3"]),
     ("tp keeps heads whole", ["layout.tp=8"]),
     ("tp keeps heads whole", ["model.heads=12", "model.kv_heads=6", "model.width=96", "layout.tp=4"]),
+    ("tp cuts the feed-forward", ["layout.tp=4", "model.ffn_width=66"]),
+    ("tp cuts the feed-forward", ["model.width=12", "model.heads=3", "model.kv_heads=3", "layout.tp=3"]),
+    ("tp cuts the mlp", [*MLP, "model.hidden=9", "layout.tp=2"]),
+    ("tp cuts the mlp", [*MLP, "model.hidden=9", "layout.tp=12"]),
+    ("tokens for every tp rank", [*TOKENS, "model.vocabulary=5", "layout.tp=4"]),
+    ("tokens for every tp rank", [*TOKENS, "model.vocabulary=1", "layout.tp=2"]),
     ("a layer for every stage", ["layout.pp=5"]),
     ("schedule inside the run", ["optimizer.decay_steps=10"]),
     ("schedule inside the run", ["optimizer.schedule=wsd", "optimizer.decay_steps=181"]),
+    ("loss scale of fp16", ["precision.scale_start=2.0"]),
+    ("reduction in fp64", ["precision.compute=fp64", "precision.reduce=bf16"]),
+    (
+        "reduction of replicas",
+        ["precision.reduce=bf16", "layout.dp_replicate=2", "layout.dp_shard=2", "layout.zero=1"],
+    ),
+    ("reduction of replicas", ["precision.reduce=bf16", "layout.dp_replicate=2", "layout.tp=2"]),
     ("betas below one", ["optimizer.betas=[0.9, 1.0]"]),
     ("seed of 63 bits", [f"run.seed={2**63}"]),
     ("run.dir named", ['run.dir=" "']),
@@ -71,15 +106,10 @@ BROKEN: list[tuple[str, Sequence[str]]] = [
     ("tensors by their whole names", ['checkpoint.allow_surplus=["rank0.torch"]']),
     ("layout.pp not trained yet", ["layout.pp=2"]),
     ("layout.cp not trained yet", ["layout.cp=2"]),
-    ("layout.tp not trained yet", ["layout.tp=2", "layout.dp_replicate=2"]),
     ("layout.ep not trained yet", [MOE, "layout.ep=2"]),
-    ("layout.dp_shard not trained yet", ["layout.dp_shard=2", "layout.zero=1"]),
-    ("layout.zero not trained yet", ["layout.zero=1"]),
-    ("layout.sp not trained yet", ["layout.tp=2", "layout.sp=true"]),
     ("model.moe not trained yet", [MOE]),
     ("model.mla not trained yet", [NO_KV, MLA]),
     ("model.mtp_layers not trained yet", ["model.mtp_layers=1"]),
-    ("precision.compute not trained yet", ["precision.compute=fp16"]),
     ("run.exact not trained yet", ["run.exact=true"]),
 ]
 
@@ -99,6 +129,17 @@ LEGAL: list[Sequence[str]] = [
     ["data.kind=tokens", "data.path=x", "model.vocabulary=100"],
     ["layout.dp_shard=auto", "layout.dp_replicate=1"],
     ["layout.tp=4", "layout.sp=true", "layout.pp=4"],
+    ["layout.tp=2", "layout.sp=true", "data.sequence=127"],  # unequal slices
+    ["layout.tp=2", "model.width=63", "model.head_width=16"],  # no tensor is cut over the width
+    ["layout.tp=4", "model.vocabulary=257"],
+    [*TOKENS, "layout.tp=4", "model.vocabulary=7"],
+    [*MLP, "layout.tp=2", "model.inputs=3", "model.outputs=5"],
+    [*VECTORS, "layout.tp=7"],  # known once it is built
+    ["layout.zero=1", "layout.dp_replicate=1"],  # of one rank: nothing to do, and no harm
+    ["layout.zero=1", "layout.dp_replicate=2", "layout.cp=2"],  # zero shards over cp, too
+    ["layout.zero=2", "layout.wrap=4", "layout.offload=cpu"],
+    ["layout.zero=3", "layout.wrap=2", "layout.prefetch=2", "layout.offload=disk", "layout.offload_dir=x"],
+    ["layout.zero=1", "layout.wrap=model", "layout.offload=disk"],
     ["run.steps=20"],
     ["run.steps=1"],
     ["optimizer.schedule=wsd", "optimizer.decay_steps=180"],
@@ -155,23 +196,22 @@ def test_legal(sets: Sequence[str]) -> None:
 
 
 def test_train_asks_more_than_always() -> None:
-    spec = spec_of("layout.tp=2")
+    spec = spec_of("layout.pp=2")
     assert check(spec, "always") == []
     require(spec, "always")
-    with pytest.raises(SpecError, match="tensor parallel, which is planned for but not trained yet"):
+    with pytest.raises(SpecError, match="pipeline parallel, which is planned for but not trained yet"):
         require(spec)
     assert check(spec_of()) == []
 
 
 def test_all_at_once() -> None:
-    spec = spec_of("model.kv_heads=3", "layout.sp=true", "run.exact=true", "precision.compute=fp16")
+    spec = spec_of("model.kv_heads=3", "layout.sp=true", "run.exact=true", "layout.cp=2")
     with pytest.raises(SpecError) as caught:
         require(spec)
     assert [problem.asked.split(" = ")[0] for problem in caught.value.problems] == [
         "model.kv_heads",
         "layout.sp",
-        "train with layout.sp",
-        "train with precision.compute",
+        "train with layout.cp",
         "train with run.exact",
     ]
 

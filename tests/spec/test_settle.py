@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fourfold.spec.errors import Problem, SpecError
 from fourfold.spec.load import load_spec
+from fourfold.spec.rules import check
 from fourfold.spec.settle import data_parallel_degree, settle
 from fourfold.spec.spec import Spec
 from fourfold.spec.training import BatchSpec, LayoutSpec
@@ -120,10 +121,10 @@ DEGREE = st.integers(1, 4)
 def test_settled_is_consistent_and_settles_to_itself(
     pp: int, replicate: int, shard: int, cp: int, tp: int, auto: str, micro: int, accumulation: int
 ) -> None:
-    assume(tp != 3 and not (auto == "dp_replicate" and shard == 1 and replicate == 0))
+    assume(tp != 3)
     degrees = {"pp": pp, "dp_replicate": replicate, "dp_shard": shard, "cp": cp, "tp": tp}
     world = pp * replicate * shard * cp * tp
-    layout = LayoutSpec.model_validate({**degrees, auto: "auto", "zero": 1})
+    layout = LayoutSpec.model_validate({**degrees, auto: "auto", "zero": int(shard > 1)})
     spec = with_batch(micro_batch=micro, accumulation=accumulation, layout=layout)
     settled = settle(spec, world)
     assert {axis: getattr(settled.layout, axis) for axis in degrees} == degrees
@@ -154,3 +155,25 @@ def test_advice_on_three_numbers_works(whole: int, micro: int, accumulation: int
     advice = re.findall(r"batch\.(\w+)=(\d+)", problem(spec, world).instead)
     for key, value in advice:
         settle(spec.model_copy(update={"batch": spec.batch.model_copy(update={key: int(value)})}), world)
+
+
+def test_a_batch_and_a_layout_that_are_wrong_are_told_together() -> None:
+    spec = with_batch(global_batch=6, micro_batch=2, layout=LayoutSpec(dp_replicate=1, dp_shard="auto"))
+    with pytest.raises(SpecError) as caught:
+        settle(spec, 4, {"layout.dp_shard": "tiny.toml:7", "layout.dp_replicate": "tiny.toml:6"})
+    assert [problem.found for problem in caught.value.problems] == [
+        "6 / (2 x 4) = 0.75",
+        "ranks to shard over, and nothing to shard",
+    ]
+    assert caught.value.problems[1].where == "tiny.toml:7"
+
+
+def test_what_was_computed_is_left_open_in_what_is_told() -> None:
+    """dp_replicate came from the world, and the accumulation too: neither is typed."""
+    settled = settle(TINY.model_copy(update={"layout": LayoutSpec(pp=2)}), 4)
+    (typed,) = check(
+        settled, "train", {"layout.pp": "--set #1", "batch.global_batch": "", "batch.micro_batch": ""}
+    )
+    assert typed.instead == "--set layout.pp=1"
+    (settled_as_typed,) = check(settled, "train")
+    assert settled_as_typed.instead.splitlines()[0] == "--set layout.dp_replicate=4 --set layout.pp=1"

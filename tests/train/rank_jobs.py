@@ -58,7 +58,7 @@ def few_steps(steps: int, *sets: str) -> dict[str, Any]:
     seen: dict[str, Any] = {"loss": [], "norm": [], "rate": [], "ids": []}
     with open_training(spec(dist.get_world_size(), *sets), joined_here()) as training:
         for step, batches in enumerate(training.loader.steps(0, steps)):
-            pair, totals = accumulate(training, batches, agree_totals(batches, False))
+            pair, totals = accumulate(training, batches, agree_totals(training, batches, False))
             total = pair.sum.clone()
             dist.all_reduce(total)
             seen["loss"].append(float(total) / totals.count)
@@ -112,7 +112,7 @@ def one_update(*sets: str) -> dict[str, Any]:
         assert isinstance(training.parallel.module, DistributedDataParallel)
         training.parallel.module.register_comm_hook(None, averaged)
         batches = next(training.loader.steps(1, 2))
-        pair, _ = accumulate(training, batches, agree_totals(batches, False))
+        pair, _ = accumulate(training, batches, agree_totals(training, batches, False))
         gradients = [p.grad for p in training.model.parameters() if p.grad is not None]
         before = [g.clone() for g in gradients]
         norm = float(clip(training))
@@ -133,7 +133,7 @@ def wish_to_stop(who: int) -> list[bool]:
     with open_training(spec(dist.get_world_size()), joined_here()) as training:
         for step, batches in enumerate(training.loader.steps(0, 3)):
             wish = step == 1 and dist.get_rank() == who
-            told.append(agree_totals(batches, wish).wait().stop)
+            told.append(agree_totals(training, batches, wish).wait().stop)
     return told
 
 
@@ -143,7 +143,7 @@ def nonfinite(where: str) -> tuple[str, bool]:
         batches = next(training.loader.steps(0, 1))
         if where == "loss" and dist.get_rank() == 1:
             batches[0].inputs[0, 0] = float("nan")
-        pair, _ = accumulate(training, batches, agree_totals(batches, False))
+        pair, _ = accumulate(training, batches, agree_totals(training, batches, False))
         if where == "gradient":
             next(training.model.parameters()).grad[0] = float("inf")  # type: ignore[index]
         try:
@@ -196,7 +196,7 @@ def idle_layer() -> str:
     with open_training(asked, joined_here()) as training:
         batches = next(training.loader.steps(0, 1))
         try:
-            accumulate(training, batches, agree_totals(batches, False))
+            accumulate(training, batches, agree_totals(training, batches, False))
         except FourfoldError as error:
             return str(error)
     return ""
@@ -206,7 +206,7 @@ def wrong_count() -> str:
     """The text of what stops a step whose loss counted one target less than the batches hold."""
     with open_training(spec(dist.get_world_size()), joined_here()) as training:
         batches = next(training.loader.steps(0, 1))
-        pair, _ = accumulate(training, batches, agree_totals(batches, False))
+        pair, _ = accumulate(training, batches, agree_totals(training, batches, False))
         try:
             check_step(training, batches, replace(pair, count=pair.count - 1), clip(training))
         except FourfoldError as error:
@@ -292,7 +292,7 @@ def stopped_run(folder: str) -> tuple[str, int]:
     return ending, sum(event["kind"] == "step" for event in events(folder, dist.get_rank()))
 
 
-def run_with_nan(folder: str) -> str:
+def run_with_nan(folder: str, *sets: str) -> str:
     """A run whose third batch holds a NaN on rank 0; the text of what ends it."""
     keep = loop.accumulate
 
@@ -303,7 +303,7 @@ def run_with_nan(folder: str) -> str:
 
     loop.accumulate = poisoned
     try:
-        whole_run(folder)
+        whole_run(folder, *sets)
     except FourfoldError as error:
         return "\n".join([str(error), *getattr(error, "__notes__", [])])
     finally:

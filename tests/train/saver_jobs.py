@@ -336,9 +336,9 @@ def live_grown(folder: str, sets: tuple[str, ...], resume: str) -> str:
 def unknown_state_of_the_optimizer() -> str:
     """What becomes of a state of the optimizer with a slot more than is known."""
     with open_training(spec(dist.get_world_size()), joined_here()) as training:
-        parameter = next(training.model.parameters())
+        name = next(iter(training.optimizer.trained))
         known = {slot: torch.zeros(()) for slot in ("step", "exp_avg", "exp_avg_sq")}
-        training.optimizer.state[parameter] = {**known, "max_exp_avg_sq": torch.zeros(())}
+        training.optimizer.set_state(name, {**known, "max_exp_avg_sq": torch.zeros(())})
         try:
             tensors_of(training)
         except FourfoldError as error:

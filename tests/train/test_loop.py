@@ -23,7 +23,9 @@ def test_a_run_leaves_its_record(ranks, tmp_path):
     assert [line["step"] for line in lines if "validation_loss" in line] == [2, 4]
     for rank in (0, 1):
         events = rank_jobs.events(str(tmp_path), rank)
-        assert [event["kind"] for event in events if event["kind"] not in ("step", "validation")] == [
+        assert [
+            event["kind"] for event in events if event["kind"] not in ("step", "memory", "validation")
+        ] == [
             "census",
             "start",
             "end",

@@ -70,21 +70,26 @@ Verb = Callable[..., tuple[int, dict[str, Any]]]
 def verb(
     spec_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Verb:
-    """`verb("equal", "--steps", "2", fault="module:function")` is the shipped command on two ranks: code, document.
+    """`verb("equal", "--steps", "2", fault="module:function")` is the shipped command: code, document.
 
     A fault is planted in the ranks alone: the command, its reference and its ledger run as they are.
     """
 
     def call(
-        name: str, *options: str, fault: str | None = None, sets: Sequence[str] = ()
+        name: str,
+        *options: str,
+        fault: str | None = None,
+        sets: Sequence[str] = (),
+        world: int = 2,
     ) -> tuple[int, dict[str, Any]]:
         def pool(world: int, *, timeout_s: float, setup: str | None) -> RankPool:
             assert setup is None, "the command plants nothing"
             return RankPool(world, timeout_s=min(timeout_s, 60.0), setup=fault)
 
-        monkeypatch.setattr(f"fourfold.verify.{name}.RankPool", pool)
+        module = {"equal": "case"}.get(name, name)
+        monkeypatch.setattr(f"fourfold.verify.{module}.RankPool", pool)
         settings = [word for setting in sets for word in ("--set", setting)]
-        arguments = ["verify", name, str(spec_file), "--world", "2", *options, *settings]
+        arguments = ["verify", name, str(spec_file), "--world", str(world), *options, *settings]
         code = main([*arguments, "--out", str(tmp_path / "out"), "--json"])
         return code, json.loads(capsys.readouterr().out)
 
@@ -98,8 +103,9 @@ def score(request):
     yield caught
     faults = [name for name in caught if not name.startswith("clean")]
     clean = [name for name in caught if name.startswith("clean")]
-    print(
+    told = (
         f"\n{request.module.__name__}: planted faults caught {sum(caught[n] for n in faults)} of {len(faults)}, "
-        f"clean runs passed {sum(caught[n] for n in clean)} of {len(clean)}",
-        file=sys.__stdout__,
+        f"clean runs passed {sum(caught[n] for n in clean)} of {len(clean)}"
     )
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(told, file=sys.__stdout__, flush=True)

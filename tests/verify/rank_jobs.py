@@ -17,7 +17,7 @@ def bits_of_steps(spec: Spec) -> str:
     digest = hashlib.blake2b()
     with setup.open_training(settle(spec, joined_here().rank.world), joined_here()) as training:
         for number, batches in enumerate(training.loader.steps(0, 2)):
-            pair, totals = step.accumulate(training, batches, step.agree_totals(batches, False))
+            pair, totals = step.accumulate(training, batches, step.agree_totals(training, batches, False))
             held = {n: p.grad for n, p in training.named_parameters().items()}
             norm = step.clip(training)
             clipped = {n: None if g is None else g.tolist() for n, g in held.items()}

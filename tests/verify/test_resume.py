@@ -70,6 +70,27 @@ def test_a_run_goes_on_as_the_same_run(tmp_path, world):
     )
 
 
+DECODER = (
+    'model={kind="decoder", layers=2, width=16, heads=4, kv_heads=2, ffn_width=32, tied=true, dropout=0.1}',
+    *("data.sequence=15", "batch.global_batch=4", "batch.micro_batch=1", "optimizer.warmup_steps=2"),
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        *((2, (f"layout.zero={stage}",)) for stage in (1, 2, 3)),
+        *((2, ("layout.tp=2", f"layout.sp={sp}")) for sp in ("false", "true")),
+        (4, ("layout.zero=3", "layout.dp_replicate=2", "layout.dp_shard=2")),
+    ],
+)
+def test_a_run_that_is_cut_between_ranks_goes_on_as_the_same_run(tmp_path, world, layout):
+    spec = load_spec("tiny", [*DECODER, *layout]).spec
+    document = verify_resume(spec, world, out=tmp_path)
+    assert document["verdict"] == "pass", failed(document)
+
+
 def test_a_decoder_with_documents_tied_weights_and_dropout_goes_on_as_the_same_run(small, tmp_path):
     document = verify_resume(small(), 2, out=tmp_path)
     assert document["verdict"] == "pass", failed(document)

@@ -28,7 +28,7 @@ class SaveFacts:
 
     step: int
     position: int
-    layout: Mapping[str, int | bool | float | str]
+    layout: Mapping[str, int | bool | float | str | None]
     spec_hash: str
     data_hash: str
 

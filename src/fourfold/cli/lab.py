@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 from cyclopts import App
 
-from fourfold.cli.output import WIDTH, next_command, paint, print_document, story
+from fourfold.cli.output import next_command, paint, print_document, story, wrapped
 from fourfold.spec.errors import EXIT_CHECK_FAILED, EXIT_DONE
 
 app = App(
@@ -20,7 +19,7 @@ app = App(
     For example:
 
         fourfold lab coverage
-        fourfold lab resume
+        fourfold lab precision
         fourfold lab demo --nproc 4
     """,
 )
@@ -113,8 +112,8 @@ def resume_lines(document: Mapping[str, Any]) -> list[str]:
         f"the steps after it undisturbed, and again from step {saved} in new processes",
     ]
     for entry in document["exercises"]:
-        lines += ["", paint(entry["title"], "bold", sys.stdout), *_wrapped(entry["why"], 0)]
-        lines += [line for text in entry["seen"] for line in _wrapped(text)]
+        lines += ["", paint(entry["title"], "bold", sys.stdout), *wrapped(entry["why"], 0)]
+        lines += [line for text in entry["seen"] for line in wrapped(text)]
         if entry["rows"]:
             lines.append(" step   undisturbed       resumed  difference  samples")
         for row in entry["rows"]:
@@ -123,20 +122,81 @@ def resume_lines(document: Mapping[str, Any]) -> list[str]:
             lines.append(
                 f" {row['step']:>4}{row['undisturbed']:>14.9f}{row['resumed']:>14.9f}{difference:>12}  {samples}"
             )
-        lines += [line for text in entry["fourfold"] for line in _wrapped(f"Fourfold: {text}")]
+        lines += [line for text in entry["fourfold"] for line in wrapped(f"Fourfold: {text}")]
         good = "the same run, to the last bit" if entry["name"] == "right" else "caught"
         lines.append(f" -> {good if entry['verdict'] == 'pass' else f'NOT {good}'}")
     failed = [finding for finding in document["findings"] if finding["verdict"] == "fail"]
     lines += [""] if failed else []
     for finding in failed:
-        lines += _wrapped(f"failed: {finding['claim']}: {finding['measured']}", 0)
+        lines += wrapped(f"failed: {finding['claim']}: {finding['measured']}", 0)
     return [*lines, "", f"{document['verdict']}  {document['findings_file']}", f"runs  {document['runs']}"]
 
 
-def _wrapped(text: str, indent: int = 1) -> list[str]:
-    return wrap(
-        text, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * 2 * indent, break_on_hyphens=False
-    )
+@app.command
+def precision(*, out: Path | None = None, json: bool = False) -> int:
+    """A small decoder in fp32, bf16 and fp16, with loss scaling and without; then each classic mistake, and its check.
+
+    Losses, memory, what becomes of a gradient, speed here, skipped steps. Clipping before unscaling, .half() on
+    everything, an Inf on one rank of two.
+
+    Examples:
+
+        fourfold lab precision
+        fourfold lab precision --json
+        fourfold lab precision --out my-lab
+
+    Parameters
+    ----------
+    out
+        A folder for the findings and the runs (default: the next free runs/verify-lab-N).
+    json
+        Print one JSON document.
+    """
+    from fourfold.cli.lab_precision import precision_lines
+    from fourfold.lab.precision import lab_precision
+
+    document = lab_precision(out=out, say=story)
+    if json:
+        print_document(document)
+    else:
+        print("\n".join(precision_lines(document)))
+    next_command("fourfold train tiny --nproc 2 --set precision.compute=bf16")
+    return EXIT_DONE if document["verdict"] == "pass" else EXIT_CHECK_FAILED
+
+
+@app.command
+def memory(*, nproc: int = 2, out: Path | None = None, json: bool = False) -> int:
+    """The state of one model under DDP, ZeRO-1, 2 and 3 and HSDP: predicted, measured, and what the formula leaves out.
+
+    Bytes of parameters, gradients, moments, gathered copies and buffers on real ranks at three instants: after init,
+    between microbatches, after the step.
+
+    Examples:
+
+        fourfold lab memory
+        fourfold lab memory --nproc 4
+        fourfold lab memory --json
+
+    Parameters
+    ----------
+    nproc
+        Ranks to start on this machine; HSDP takes 4.
+    out
+        A folder for the findings (default: the next free runs/verify-lab-N).
+    json
+        Print one JSON document.
+    """
+    from fourfold.cli.lab_memory import memory_lines
+    from fourfold.lab.memory import lab_memory
+
+    command = "fourfold lab memory" + (f" --nproc {nproc}" if nproc != 2 else "")
+    document = lab_memory(nproc=nproc, out=out, command=command, say=story)
+    if json:
+        print_document(document)
+    else:
+        print("\n".join(memory_lines(document)))
+    next_command("fourfold train tiny --nproc 2 --set layout.zero=3 --dry-run")
+    return EXIT_DONE if document["verdict"] == "pass" else EXIT_CHECK_FAILED
 
 
 @app.command

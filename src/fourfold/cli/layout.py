@@ -1,4 +1,4 @@
-"""`fourfold layout show`: the grid of ranks and who talks to whom along each axis."""
+"""`fourfold layout show`: the grid of ranks and who talks to whom along each axis. (`list`: `cli.layout_list`.)"""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
+from fourfold.cli.layout_list import list_layouts
 from fourfold.cli.output import WIDTH, next_command, print_document
 from fourfold.spec.grid import AXES, GROUPS, Grid
 from fourfold.spec.training import LayoutSpec
@@ -23,15 +24,16 @@ MEANING = {
 # Not "Examples:", which cyclopts takes out of a group's help.
 app = App(
     name="layout",
-    help="""Show which rank stands where on the mesh, and which ranks talk along each axis.
+    help="""Show which rank stands where on the mesh and who talks to whom, and list the layouts of a Spec.
 
 For example:
 
     fourfold layout show --world 8 --set layout.pp=2 --set layout.tp=2
-    fourfold layout show tiny --world 4
-    fourfold layout show --world 16 --set layout.tp=8 --json
+    fourfold layout list tiny --world 8
+    fourfold layout show tiny --world 4 --set layout.zero=3 --json
 """,
 )
+app.command(list_layouts, name="list")
 
 
 @app.command
@@ -81,13 +83,13 @@ def _layout(source: str | None, sets: Sequence[str], world: int) -> LayoutSpec:
         from fourfold.spec.layout_alone import layout_alone
 
         return layout_alone(sets, world)
-    from fourfold.spec.grid import fit
+    from fourfold.spec.fit import fit
     from fourfold.spec.load import load_spec
-    from fourfold.spec.rules import require
+    from fourfold.spec.rules import judge, require
 
-    loaded = load_spec(source, sets)
-    fitted = loaded.spec.model_copy(update={"layout": fit(loaded.spec.layout, world)})
-    require(fitted, "always", loaded.provenance)
+    loaded = load_spec(source, sets, world)
+    fitted = loaded.spec.model_copy(update={"layout": fit(loaded.spec.layout, world, judge(loaded.spec))})
+    require(fitted, "always", loaded.provenance, world)
     return fitted.layout
 
 

@@ -60,7 +60,9 @@ VERBS: Mapping[str, Verb] = {
         ("check", "test"),
     ),
     "layout": Verb(
-        "fourfold.cli.layout:app", "Show the grid of ranks and who talks to whom.", ("mesh", "ranks")
+        "fourfold.cli.layout:app",
+        "Show the grid of ranks, and list the layouts of a Spec.",
+        ("mesh", "ranks"),
     ),
     "spec": Verb("fourfold.cli.spec:app", "Show, list and copy Specs.", ("config", "specs")),
     "data": Verb(

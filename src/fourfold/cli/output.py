@@ -62,6 +62,13 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int = WIDT
     return "\n".join(lines)
 
 
+def wrapped(text: str, indent: int = 1) -> list[str]:
+    """`text` in lines of at most `WIDTH` columns, later ones indented twice as far; no name is broken at a hyphen."""
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * 2 * indent, break_on_hyphens=False
+    )
+
+
 def paint(text: str, colour: Literal["red", "green", "yellow", "bold"], stream: TextIO) -> str:
     """`text` in colour where `stream` is a terminal; `NO_COLOR` (https://no-color.org) is respected."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty():

@@ -39,7 +39,7 @@ def smoke_run(
     with StopRequest() as stop:  # from before torch is imported, which takes a while
         from fourfold.lab.smoke import Stopped, smoke, smoke_spec
 
-        loaded, changes = smoke_spec(load_spec(spec, sets))
+        loaded, changes = smoke_spec(load_spec(spec, sets, nproc))
         plan = make_run_plan(loaded, nproc, ("fourfold", *sys.argv[1:]))
         require(plan.spec, "train", loaded.provenance)
         for change in changes:

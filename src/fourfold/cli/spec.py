@@ -61,7 +61,7 @@ def show(
     """
     from fourfold.spec.show import computed, to_toml
 
-    loaded = load_spec(spec, sets)
+    loaded = load_spec(spec, sets, world)
     settled = loaded.spec if world is None else settle(loaded.spec, world, loaded.provenance)
     remarks = {**loaded.provenance, **computed(loaded.spec, settled, world)}
     if json:

@@ -83,8 +83,8 @@ def train(
         more = {"dry_run": dry_run, "json": json}
         return smoke_run(spec, nproc, set_, resume=resume, max_restarts=max_restarts, rank=rank, **more)
     _check_restarts(max_restarts, rank)
-    loaded = load_spec(spec, set_)
     world, local = (nproc, nproc) if rank is None else (rank.world, rank.local_world)
+    loaded = load_spec(spec, set_, world)
     plan = make_run_plan(loaded, world, ("fourfold", *sys.argv[1:]), local)
     require(plan.spec, "train", loaded.provenance)
     if max_restarts and not (plan.spec.checkpoint.every or plan.spec.checkpoint.every_s):

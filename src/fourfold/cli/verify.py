@@ -79,7 +79,7 @@ def coverage(
         return _end(document, json, f"fourfold report {quote(spec)}")
     from fourfold.spec.load import load_spec
 
-    loaded = load_spec(spec, sets)
+    loaded = load_spec(spec, sets, world)
     ranks = 2 if world is None else world
     story(f"{loaded.spec.name}: {ranks} ranks read what they would train on")
     document = verify_coverage(
@@ -94,7 +94,9 @@ def equal(
     /,
     *,
     world: int,
-    steps: int = 5,
+    steps: int | None = None,
+    adversarial: bool = False,
+    all_layouts: Annotated[bool, Parameter(name="--all", negative="")] = False,
     sets: Sets = (),
     out: Path | None = None,
     json: bool = False,
@@ -102,13 +104,14 @@ def equal(
     """Compare ranks with one device, in fp64: every loss, gradient, norm, and parameter after some steps.
 
     The data is the Spec's own, made uneven: targets are masked so that every rank has another number of them.
-    Clipping and accumulation are on. If something differs, the first deviating value in execution order is named.
+    Clipping and accumulation are on. Each rank compares what it holds; nothing is gathered. If something differs, the
+    first deviating value in execution order is named, with the mesh axis whose collective stands before it.
 
     Examples:
 
         fourfold verify equal tiny --world 2
-        fourfold verify equal tiny --world 8 --steps 3
-        fourfold verify equal my.toml --world 4 --set model.dropout=0.0 --json
+        fourfold verify equal tiny --world 4 --set layout.tp=2 --adversarial
+        fourfold verify equal tiny --world 4 --all
 
     Parameters
     ----------
@@ -117,7 +120,12 @@ def equal(
     world
         Ranks in all.
     steps
-        Optimizer steps.
+        Optimizer steps (default 5; with --all 3).
+    adversarial
+        Make the Spec's decoder and data adversarial: ties, biases, dropout, a frozen and a sometimes-used parameter,
+        two documents a row or more, padding.
+    all_layouts
+        Judge every legal layout of that many ranks, on a small adversarial model, against one reference.
     sets
         One setting, a.b=value in TOML, over the file; may be repeated.
     out
@@ -126,11 +134,29 @@ def equal(
         Print one JSON document.
     """
     from fourfold.spec.load import load_spec
-    from fourfold.verify.equal import verify_equal
 
-    loaded = load_spec(spec, sets)
-    command = _command("equal", spec, sets, world=world, steps=steps)
-    document = verify_equal(loaded.spec, world, steps=steps, out=out, command=command, say=story)
+    loaded = load_spec(spec, sets, world)
+    steps = steps if steps is not None else 3 if all_layouts else 5
+    alone = _command("equal", spec, (), world=world, steps=steps)
+    if all_layouts:
+        from fourfold.verify.every_layout import verify_every_layout
+
+        document = verify_every_layout(
+            loaded.spec,
+            world,
+            steps=steps,
+            out=out,
+            command=f"{alone} --all{_sets(sets)}",
+            repeat=lambda of_layout: f"{alone} --adversarial{_sets((*sets, *of_layout))}",
+            say=story,
+        )
+    else:
+        from fourfold.verify.equal import verify_equal
+
+        command = alone + " --adversarial" * adversarial + _sets(sets)
+        document = verify_equal(
+            loaded.spec, world, steps=steps, adverse=adversarial, out=out, command=command, say=story
+        )
     for change in document["changes"]:
         story(f"for the check: {change}")
     return _end(document, json, f"fourfold train {quote(spec)} --nproc {world}{_sets(sets)}")
@@ -177,7 +203,7 @@ def resume(
     from fourfold.verify.out import RUNS
     from fourfold.verify.resume import verify_resume
 
-    loaded = load_spec(spec, sets)
+    loaded = load_spec(spec, sets, world)
     command = _command("resume", spec, sets, world=world)
     document = verify_resume(loaded.spec, world, out=out, command=command, say=story)
     for change in document["changes"]:
@@ -196,7 +222,14 @@ def _end(document: Mapping[str, Any], json: bool, then: str) -> int:
     if json:
         print_document(document)
     else:
-        print(findings_table(document["findings"]))
+        findings = document["findings"]
+        if "count" in document:  # one finding and one line for each layout come first
+            print(layouts_table(document["layouts"]) + "\n")
+            of_layouts = {layout["words"] for layout in document["layouts"] if layout["verdict"] == "pass"}
+            findings = [finding for finding in findings if finding["claim"] not in of_layouts]
+            refused = [f"{family['family']} ({family['rule']})" for family in document["refused"]]
+            story("refused: " + ("; ".join(refused) or "none"))
+        print(findings_table(findings))
         verdict = paint(document["verdict"], "green" if passed else "red", sys.stdout)
         print(f"\n{verdict}  {document['findings_file']}")
     if passed:
@@ -208,6 +241,15 @@ def _end(document: Mapping[str, Any], json: bool, then: str) -> int:
     if failed[0]["command"]:
         next_command(failed[0]["command"])
     return EXIT_CHECK_FAILED
+
+
+def layouts_table(layouts: Sequence[Mapping[str, Any]]) -> str:
+    """Layouts in at most 80 columns: the verdict, the worst gap, the seconds that it took, and the layout."""
+    rows = [
+        (one["verdict"], f"{one['worst_relative']:.2g}", f"{one['seconds']:.1f}", one["words"])
+        for one in layouts
+    ]
+    return table(("verdict", "worst", "seconds", "layout"), rows)
 
 
 def findings_table(findings: Sequence[Mapping[str, Any]]) -> str:

@@ -10,17 +10,21 @@ import torch.distributed as dist
 from fourfold.spec.errors import CheckFailed, Problem
 
 
-def disagreements(values_by_rank: list[Mapping[str, str]]) -> list[Problem]:
+def disagreements(values_by_rank: list[Mapping[str, str]], *, partly: bool = False) -> list[Problem]:
     """What differs between ranks: one Problem for each name, against the value most ranks hold (ties: the lowest's).
 
     values_by_rank: for each rank, in order of rank, a mapping of names to fingerprints.
+    partly: a rank need not have all names; those that have one must have the same.
     """
     problems = []
     names = sorted({name for values in values_by_rank for name in values})
     for name in names:
         held = [values.get(name, "(missing)") for values in values_by_rank]
-        usual, _ = Counter(held).most_common(1)[0]
+        counted = [values[name] for values in values_by_rank if name in values] if partly else held
+        usual, _ = Counter(counted).most_common(1)[0]
         odd = [rank for rank, value in enumerate(held) if value != usual]
+        if partly:
+            odd = [rank for rank in odd if name in values_by_rank[rank]]
         if odd:
             ranks = ", ".join(f"rank {rank} has {held[rank]}" for rank in odd)
             problems.append(
@@ -34,8 +38,8 @@ def disagreements(values_by_rank: list[Mapping[str, str]]) -> list[Problem]:
     return problems
 
 
-def agree(values: Mapping[str, str]) -> None:
-    """Compare `values` over the whole world.
+def agree(values: Mapping[str, str], *, partly: bool = False) -> list[Mapping[str, str]]:
+    """Compare `values` over the whole world, each name among the ranks that have it if `partly`; returns all ranks'.
 
     Collectives: one all-gather of objects on the default group.
     Raises CheckFailed on every rank, naming each value and rank that differs.
@@ -44,6 +48,7 @@ def agree(values: Mapping[str, str]) -> None:
     if dist.is_initialized():
         gathered = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, dict(values))
-    problems = disagreements(gathered)
+    problems = disagreements(gathered, partly=partly)
     if problems:
         raise CheckFailed(problems)
+    return gathered

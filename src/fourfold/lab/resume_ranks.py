@@ -74,7 +74,7 @@ def careless(plan: RunPlan, run: Path, folder: Path, saved: int, epoch_anew: boo
         begin = 0 if epoch_anew else saved
         batches = training.loader.steps(begin, begin + plan.steps - saved)
         for step, microbatches in enumerate(batches, start=saved):
-            pair, totals = accumulate(training, microbatches, agree_totals(microbatches, False))
+            pair, totals = accumulate(training, microbatches, agree_totals(training, microbatches, False))
             norm = clip(training)
             rate = update(training, step)
             loss = float(sum_floats(pair.sum)) / totals.count
@@ -100,10 +100,10 @@ def take_what_is_there(training: Training, held: Mapping[str, Tensor]) -> None:
     for name, tensor in (*training.model.named_parameters(), *training.model.named_buffers()):
         if f"model.{name}" in held:
             tensor.copy_(held[f"model.{name}"])
-    for name, parameter in training.named_parameters().items():
+    for name in training.optimizer.trained:
         slots = {slot: held[key] for slot in _SLOTS if (key := f"optimizer.{name}.{slot}") in held}
         if slots:
-            training.optimizer.state[parameter] = slots
+            training.optimizer.set_state(name, slots)
     own = f"rank{dist.get_rank()}."
     streams = {}
     # Its own last, so that they win; where there are none, another rank's streams are streams, too.

@@ -15,30 +15,12 @@ from torch import Tensor, nn
 
 from fourfold.models.attention import Attention, Cached, Shared
 from fourfold.models.draws import Draws
-from fourfold.models.initial import Embedding, Linear, Start, fill
+from fourfold.models.initial import Embedding, Linear, fill
 from fourfold.models.loss import cross_entropy
-from fourfold.models.protocol import BatchLike, Rule
-from fourfold.plan.parameters import ffn_width, head_width
+from fourfold.models.protocol import BatchLike, Heads, Rule, Start
 from fourfold.plan.parameters import positions as position_parameters
 from fourfold.spec.model import DecoderSpec
-
-SHARDING: dict[str, Rule] = {
-    "embedding.weight": "vocabulary",
-    "positions.weight": "replicate",
-    "blocks.*.attention_norm.*": "replicate",
-    "blocks.*.attention.query.*": "column",
-    "blocks.*.attention.key.*": "column",
-    "blocks.*.attention.value.*": "column",
-    "blocks.*.attention.output.weight": "row",
-    "blocks.*.attention.output.bias": "replicate",
-    "blocks.*.ffn_norm.*": "replicate",
-    "blocks.*.ffn.gate.*": "column",
-    "blocks.*.ffn.up.*": "column",
-    "blocks.*.ffn.down.weight": "row",
-    "blocks.*.ffn.down.bias": "replicate",
-    "norm.*": "replicate",
-    "head.weight": "vocabulary",
-}
+from fourfold.spec.widths import ffn_width, head_width
 
 
 def _norm(spec: DecoderSpec) -> nn.Module:
@@ -145,8 +127,13 @@ class DecoderKit:
     def build(self, seed: int, dtype: torch.dtype) -> Decoder:
         """See `ModelKit.build`."""
         module = Decoder(self._spec)
-        fill(module, self._start, seed, dtype)
+        fill(module, self.start, seed, dtype)
         return module
+
+    def skeleton(self, dtype: torch.dtype) -> Decoder:
+        """See `BoxedKit.skeleton`."""
+        with torch.device("meta"):
+            return Decoder(self._spec).to(dtype)
 
     def loss(self, module: nn.Module, batch: BatchLike) -> tuple[Tensor, Tensor]:
         """See `ModelKit.loss`; dropout only while `module.training`."""
@@ -157,13 +144,31 @@ class DecoderKit:
 
     def sharding(self) -> dict[str, Rule]:
         """See `ModelKit.sharding`."""
-        return dict(SHARDING)
+        heads, hidden = self._spec.heads, ffn_width(self._spec)
+        return {
+            "embedding.weight": "vocabulary",
+            "positions.weight": "replicate",
+            "blocks.*.attention_norm.*": "replicate",
+            "blocks.*.attention.query.*": Heads(heads),
+            "blocks.*.attention.key.*": Heads(self._spec.kv_heads or heads),
+            "blocks.*.attention.value.*": Heads(self._spec.kv_heads or heads),
+            "blocks.*.attention.output.weight": "row",
+            "blocks.*.attention.output.bias": "replicate",
+            "blocks.*.ffn_norm.*": "replicate",
+            "blocks.*.ffn.gate.*": Heads(hidden),
+            "blocks.*.ffn.up.*": Heads(hidden),
+            "blocks.*.ffn.down.weight": "row",
+            "blocks.*.ffn.down.bias": "replicate",
+            "norm.*": "replicate",
+            "head.weight": "vocabulary",
+        }
 
     def blocks(self, module: nn.Module) -> tuple[str, ...]:
         """See `ModelKit.blocks`."""
         return tuple(name for name, child in module.named_modules() if isinstance(child, Block))
 
-    def _start(self, name: str) -> Start:
+    def start(self, name: str) -> Start:
+        """See `BoxedKit.start`."""
         if name.endswith("norm.weight"):
             return Start(1.0, 0.0)
         if name.endswith("bias"):

@@ -16,6 +16,10 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fourfold.models.boxes import box_of
+from fourfold.spec.boxes import Box
 
 
 def _signed(value: int) -> int:
@@ -65,7 +69,7 @@ class Draws:
 
     def __init__(self, seed: int, step: int, rows: Tensor) -> None:
         self._rows = _mix_((rows * _GAMMA).add_(_key("dropout", seed, step))).unsqueeze(1)
-        self._counters: dict[int, Tensor] = {}
+        self._counters: dict[tuple[int, int], Tensor] = {}
 
     def keep(self, name: str, p: float, shape: Sequence[int]) -> Tensor:
         """Which elements dropout keeps.
@@ -87,20 +91,44 @@ class Draws:
         levels = _dropped_levels(p)
         if not levels:
             return x
+        if isinstance(x, DTensor):
+            return self._dropout_of_box(x, name, levels)
         return x * self._kept(name, levels, x.shape) * (_LEVELS / (_LEVELS - levels))
 
-    def _kept(self, name: str, levels: int, shape: Sequence[int]) -> Tensor:
-        """1 where kept, else 0: as int16, for a CPU makes and multiplies bool several times slower."""
-        assert shape[0] == self._rows.shape[0], "one row of draws for each row of the batch"
-        elements = math.prod(shape[1:])
-        hashes = _mix_(self._counter(-(-elements // _LANES)) + (self._rows + _key(name)))
-        lanes = hashes.view(torch.int16)[:, :elements]
-        return lanes.ge_(levels - _LEVELS // 2).view(*shape)
+    def _dropout_of_box(self, x: DTensor, name: str, levels: int) -> Tensor:
+        """The same where this rank has a box of `x`."""
+        kept = self._kept(name, levels, x.shape, box_of(x))
+        own = x.to_local() * kept * (_LEVELS / (_LEVELS - levels))
+        return DTensor.from_local(
+            own, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+        )
 
-    def _counter(self, hashes: int) -> Tensor:
-        if hashes not in self._counters:
-            self._counters[hashes] = torch.arange(hashes, device=self._rows.device).mul_(_GAMMA)
-        return self._counters[hashes]
+    def _kept(self, name: str, levels: int, shape: Sequence[int], box: Box | None = None) -> Tensor:
+        """1 where kept, else 0: as int16, for a CPU makes and multiplies bool several times slower.
+
+        box: the part of `shape` that is wanted.
+        """
+        assert shape[0] == self._rows.shape[0], "one row of draws for each row of the batch"
+        rows, start, elements = self._rows, 0, math.prod(shape[1:])
+        if box is not None:
+            rows = rows[box.slices[0]]
+            cuts = [dim for dim in range(1, len(shape)) if box.size[dim] != shape[dim]]
+            cut = cuts[0] if cuts else len(shape) - 1
+            if len(cuts) > 1 or math.prod(shape[1:cut]) > 1:  # not one run of elements: a part of all of them
+                return self._kept(name, levels, shape)[box.slices].contiguous()
+            start = box.offset[cut] * math.prod(shape[cut + 1 :])
+            elements = math.prod(box.size[1:])
+            shape = box.size
+        first = start // _LANES
+        counter = self._counter(first, -(-(start + elements) // _LANES))
+        hashes = _mix_(counter + (rows + _key(name)))
+        lanes = hashes.view(torch.int16)[:, start - first * _LANES :][:, :elements]
+        return lanes.ge_(levels - _LEVELS // 2).reshape(*shape)
+
+    def _counter(self, first: int, stop: int) -> Tensor:
+        if (first, stop) not in self._counters:
+            self._counters[first, stop] = torch.arange(first, stop, device=self._rows.device).mul_(_GAMMA)
+        return self._counters[first, stop]
 
 
 def normal(

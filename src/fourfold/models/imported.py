@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fourfold.models.protocol import BatchLike, ModelKit, Rule, parameter_rules
+from fourfold.models.protocol import BatchLike, BoxedKit, ModelKit, Rule, Start, parameter_rules
 from fourfold.spec.errors import FourfoldError, Problem, SpecError
 from fourfold.spec.model import ImportSpec
 from fourfold.spec.target import look_here_first
@@ -29,25 +30,20 @@ _METHODS = ("build", "loss", "sharding", "blocks")
 
 
 class ImportedKit:
-    """A user's model as a `ModelKit`, with what it hands over checked.
+    """A user's model as a `ModelKit`, with what it hands over checked."""
 
-    Raises SpecError where the target cannot be imported, does not take `model.args`, or returns no model.
-    """
-
-    def __init__(self, spec: ImportSpec) -> None:
-        self._target = spec.target
-        factory = _find(spec.target)
-        _check_arguments(spec.target, factory, spec.args)
-        made = _call(spec.target, factory, spec.args)
-        if isinstance(made, nn.Module):
-            self._kit: ModelKit = _ModuleKit(factory, spec.args)
-        else:
-            self._kit = _as_kit(spec.target, made)
+    def __init__(self, target: str, kit: ModelKit) -> None:
+        self._target = target
+        self._kit = kit
 
     def build(self, seed: int, dtype: torch.dtype) -> nn.Module:
         """See `ModelKit.build`; raises SpecError unless it is a module in `dtype` that can be trained and spread."""
+        return self._checked("build", partial(self._kit.build, seed, dtype), dtype)
+
+    def _checked(self, method: str, make: Callable[[], object], dtype: torch.dtype) -> nn.Module:
+        """The network that a method of the user's makes."""
         try:
-            module = self._kit.build(seed, dtype)
+            module = make()
         except FourfoldError:
             raise
         except Exception as error:
@@ -55,7 +51,7 @@ class ImportedKit:
         if not isinstance(module, nn.Module):
             raise _error(
                 self._target,
-                found=f"build() returned {_described(module)}",
+                found=f"{method}() returned {_described(module)}",
                 why="it must return the network",
                 instead="return module.to(dtype)",
             )
@@ -64,7 +60,7 @@ class ImportedKit:
         if others:
             raise _error(
                 self._target,
-                found=f"build(seed, {dtype}) made {', '.join(others)} in another dtype",
+                found=f"{method}() made {', '.join(others)} in another dtype than {dtype}",
                 why="the run and its proof choose the dtype of all parameters",
                 instead="return module.to(dtype)",
             )
@@ -119,6 +115,53 @@ class ImportedKit:
     def blocks(self, module: nn.Module) -> tuple[str, ...]:
         """See `ModelKit.blocks`."""
         return self._kit.blocks(module)
+
+
+class BoxedImportedKit(ImportedKit):
+    """One that can be made in parts, too (`BoxedKit`)."""
+
+    _kit: BoxedKit
+
+    def skeleton(self, dtype: torch.dtype) -> nn.Module:
+        """See `BoxedKit.skeleton`; raises SpecError as `build` does, and for values that are not there."""
+        module = self._checked("skeleton", partial(self._kit.skeleton, dtype), dtype)
+        real = [name for name, p in module.named_parameters() if not p.is_meta]
+        empty = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+        if real:
+            raise _error(
+                self._target,
+                found=f"skeleton() made {', '.join(real)} with memory",
+                why="each rank makes its own part of the parameters, and start(name) says their values",
+                instead='with torch.device("meta"): in skeleton(), around the network',
+            )
+        if empty:
+            raise _error(
+                self._target,
+                found=f"skeleton() made the buffers {', '.join(empty)} without values",
+                why="buffers are whole on every rank, and start(name) is asked for parameters only",
+                instead="after the network is made there: module.register_buffer(name, its value on the CPU)",
+            )
+        return module
+
+    def start(self, name: str) -> Start:
+        """See `BoxedKit.start`; raises SpecError unless it is a pair of numbers."""
+        try:
+            mean, std = self._kit.start(name)
+            return Start(float(mean), float(std))
+        except Exception as error:
+            raise _failed(self._target, error, f'start("{name}") must give (mean, std)') from error
+
+
+def imported_kit(spec: ImportSpec) -> ImportedKit:
+    """The kit of `spec.target`: a `BoxedKit` where the factory gives one with `skeleton` and `start`.
+
+    Raises SpecError where the target cannot be imported, does not take `model.args`, or returns no model.
+    """
+    factory = _find(spec.target)
+    _check_arguments(spec.target, factory, spec.args)
+    made = _call(spec.target, factory, spec.args)
+    kit = _ModuleKit(factory, spec.args) if isinstance(made, nn.Module) else _as_kit(spec.target, made)
+    return (BoxedImportedKit if isinstance(kit, BoxedKit) else ImportedKit)(spec.target, kit)
 
 
 class _ModuleKit:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fourfold.models.draws import normal
-
-
-class Start(NamedTuple):
-    """Where a parameter's values start: normal around `mean`, or just `mean` where `std` is 0."""
-
-    mean: float
-    std: float
+from fourfold.models.protocol import Start
 
 
 class Linear(nn.Linear):
@@ -32,6 +25,21 @@ class Embedding(nn.Embedding):
         """Nothing: `fill` gives the values."""
 
 
+def initial_values(
+    seed: int,
+    name: str,
+    start: Start,
+    shape: Sequence[int],
+    offset: Sequence[int] | None = None,
+    full_shape: Sequence[int] | None = None,
+) -> Tensor:
+    """Initial values in fp64 of parameter `name`, or of the box of `shape` at `offset` of its `full_shape`."""
+    values = torch.full((*shape,), start.mean, dtype=torch.float64, device="cpu")
+    if start.std:
+        values += normal(seed, name, shape, start.std, torch.float64, offset, full_shape)
+    return values
+
+
 @torch.no_grad()
 def fill(module: nn.Module, start: Callable[[str], Start], seed: int, dtype: torch.dtype) -> None:
     """Puts every parameter in `dtype` and gives it the values that `seed`, its name and `start(its name)` say.
@@ -40,8 +48,4 @@ def fill(module: nn.Module, start: Callable[[str], Start], seed: int, dtype: tor
     """
     module.to(dtype)
     for name, parameter in module.named_parameters():
-        mean, std = start(name)
-        values = torch.full(parameter.shape, mean, dtype=torch.float64)
-        if std:
-            values += normal(seed, name, parameter.shape, std, torch.float64)
-        parameter.copy_(values)
+        parameter.copy_(initial_values(seed, name, start(name), parameter.shape))

@@ -13,13 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.models.draws import Draws
-from fourfold.models.initial import Linear, Start, fill
+from fourfold.models.initial import Linear, fill
 from fourfold.models.loss import cross_entropy, squared_error
-from fourfold.models.protocol import BatchLike, Rule
+from fourfold.models.protocol import BatchLike, Rule, Start
 from fourfold.spec.model import MlpSpec
-
-# Widths are small and the layers few: whole on every rank.
-SHARDING: dict[str, Rule] = {"layers.*": "replicate", "output.*": "replicate"}
 
 
 class Mlp(nn.Module):
@@ -54,8 +51,13 @@ class MlpKit:
     def build(self, seed: int, dtype: torch.dtype) -> Mlp:
         """See `ModelKit.build`."""
         module = Mlp(self._spec)
-        fill(module, self._start, seed, dtype)
+        fill(module, self.start, seed, dtype)
         return module
+
+    def skeleton(self, dtype: torch.dtype) -> Mlp:
+        """See `BoxedKit.skeleton`."""
+        with torch.device("meta"):
+            return Mlp(self._spec).to(dtype)
 
     def loss(self, module: nn.Module, batch: BatchLike) -> tuple[Tensor, Tensor]:
         """See `ModelKit.loss`; features are taken in the parameters' dtype."""
@@ -67,14 +69,20 @@ class MlpKit:
 
     def sharding(self) -> dict[str, Rule]:
         """See `ModelKit.sharding`."""
-        return dict(SHARDING)
+        table: dict[str, Rule] = {}
+        for index in range(self._spec.layers):
+            even = index % 2 == 0
+            table[f"layers.{index}.weight"] = "column" if even else "row"
+            table[f"layers.{index}.bias"] = "column" if even else "replicate"
+        cut = self._spec.layers % 2 == 1  # the last hidden layer comes cut
+        return table | {"output.weight": "row" if cut else "replicate", "output.bias": "replicate"}
 
     def blocks(self, module: nn.Module) -> tuple[str, ...]:
         """See `ModelKit.blocks`."""
         return tuple(name for name, _ in module.named_modules() if name.startswith("layers."))
 
-    def _start(self, name: str) -> Start:
-        """He et al., arXiv 1502.01852, section 2.2: variance 2 / inputs before a ReLU, 1 / inputs at the end."""
+    def start(self, name: str) -> Start:
+        """See `BoxedKit.start`. Variance 2 / inputs before a ReLU (He et al., arXiv 1502.01852), else 1 / inputs."""
         if name.endswith("bias"):
             return Start(0.0, 0.0)
         if name == "output.weight":

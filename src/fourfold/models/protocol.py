@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import Literal, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fourfold.spec.errors import Problem, SpecError
 
-Rule = Literal["column", "row", "vocabulary", "replicate"]
+
+class Heads(NamedTuple):
+    """A Linear's weight and bias over its outputs, in `units` equal parts that are never cut (attention heads).
+
+    Each tensor-parallel rank gets whole units, as a plain tensor; where there are more ranks than units, several ranks
+    hold the same unit. What is computed from them must end in a "row" Linear, and hold no dropout.
+    """
+
+    units: int
+
+
+Rule = Literal["column", "row", "vocabulary", "replicate"] | Heads
 """How tensor parallel cuts a parameter.
 
-column      a Linear's weight or bias over its outputs (dim 0)
+column      a Linear's weight or bias over its outputs (dim 0); they stay one tensor (a DTensor) to what follows
+Heads(n)    the same in n whole units, which come out as this rank's own plain tensor
 row         a Linear's weight over its inputs (dim 1); its outputs are summed
 vocabulary  an embedding or output head over the vocabulary (dim 0)
 replicate   whole on every rank
 """
+
+_WORDS = get_args(get_args(Rule)[0])
+
+
+class Start(NamedTuple):
+    """Where a parameter's values start: normal around `mean`, or just `mean` where `std` is 0."""
+
+    mean: float
+    std: float
 
 
 class BatchLike(Protocol):
@@ -68,6 +90,17 @@ class ModelKit(Protocol):
         """Names of the repeated submodules in order of execution: the units of sharding and recomputation."""
 
 
+@runtime_checkable
+class BoxedKit(ModelKit, Protocol):
+    """A kit whose network can be made in parts: without values first, then each rank fills what it holds."""
+
+    def skeleton(self, dtype: torch.dtype) -> nn.Module:
+        """The network of `build` on the meta device; ties are made, and no buffer needs a value."""
+
+    def start(self, name: str) -> Start:
+        """Where the values of parameter `name` start in `build`: `fill` and `normal` (seed, name) give the rest."""
+
+
 class LossModule(nn.Module):
     """A network and its loss as one module, so that a wrapper (DDP) sees the whole forward."""
 
@@ -78,7 +111,9 @@ class LossModule(nn.Module):
 
     def forward(self, batch: BatchLike) -> tuple[Tensor, Tensor]:
         """(sum, count) of the microbatch; see `ModelKit.loss`."""
-        return self.kit.loss(self.module, batch)
+        total, count = self.kit.loss(self.module, batch)
+        # A copy: of a view, which full_tensor gives, FSDP2 warns that it must not be changed in place.
+        return (total.full_tensor().clone() if isinstance(total, DTensor) else total), count
 
 
 def parameter_rules(kit: ModelKit, module: nn.Module) -> dict[str, Rule]:
@@ -90,12 +125,12 @@ def parameter_rules(kit: ModelKit, module: nn.Module) -> dict[str, Rule]:
     problems = [
         Problem(
             asked=f'sharding rule "{rule}" for "{pattern}"',
-            found=f"the rules are {', '.join(get_args(Rule))}",
+            found=f"the rules are {', '.join(_WORDS)} and Heads(units)",
             why="tensor parallel would not know how to cut the parameter",
             instead=f'{{"{pattern}": "replicate"}} in the model\'s sharding()',
         )
         for pattern, rule in table.items()
-        if rule not in get_args(Rule)
+        if not isinstance(rule, Heads) and rule not in _WORDS
     ]
     rules: dict[str, Rule] = {}
     for name, _ in module.named_parameters():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fourfold.models.decoder import DecoderKit
-from fourfold.models.imported import ImportedKit
+from fourfold.models.imported import imported_kit
 from fourfold.models.mlp import MlpKit
 from fourfold.models.protocol import ModelKit
 from fourfold.spec.data import SyntheticDataSpec
@@ -20,7 +20,7 @@ def kit_for(spec: Spec) -> ModelKit:
     """
     model = spec.model
     if isinstance(model, ImportSpec):
-        return ImportedKit(model)
+        return imported_kit(model)
     if isinstance(model, MlpSpec):
         return MlpKit(model)
     problems = _not_built(model)

@@ -2,55 +2,145 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import loss_parallel
 
-from fourfold.parallel.data_parallel import check_reduced, replicate
+from fourfold.models.protocol import Heads, LossModule, Rule
+from fourfold.parallel.clip import GradientNorm
+from fourfold.parallel.data_parallel import Alone, Replicas
+from fourfold.parallel.every_block import EveryBlock
+from fourfold.parallel.mesh import sub_mesh
+from fourfold.parallel.offload import home
+from fourfold.parallel.sharded import Sharded
+from fourfold.parallel.tensor_parallel import sum_partial, tensor_parallel
 from fourfold.spec.grid import Grid
-from fourfold.spec.training import LayoutSpec
+from fourfold.spec.training import LayoutSpec, PrecisionSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
     """A model spread over ranks.
 
-    module: called like the bare one. degree: over how many ranks the global batch is cut. dp_rank: which cut.
+    module: called like the bare loss module. degree: over how many ranks the global batch is cut; dp_rank: which cut.
+    counts: whether this rank speaks for its samples, where several ranks work on the same ones.
+    joined: under tensor parallel each module that has parameters, by name, with its rule; else empty.
     """
 
     module: nn.Module
+    network: nn.Module
+    grid: Grid
     degree: int
     dp_rank: int
+    counts: bool
+    reduction: Alone | Replicas | Sharded
+    norm: GradientNorm
+    joined: Mapping[str, Rule]
 
-    def syncing(self, last: bool) -> AbstractContextManager[None]:
-        """Around the forward and backward of one microbatch: gradients are reduced in the last one only."""
-        if isinstance(self.module, DistributedDataParallel) and not last:
-            return self.module.no_sync()
-        return nullcontext()
+    @property
+    def loss_factor(self) -> int:
+        """What the loss is multiplied with before backward, so that gradients are summed over ranks."""
+        return self.degree if isinstance(self.reduction, Replicas) else 1
 
-    def check_reduced(self) -> None:
-        """After the last backward: every gradient was reduced, or CheckFailed."""
-        if isinstance(self.module, DistributedDataParallel):
-            check_reduced(self.module)
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
+        """Around forward and backward of one microbatch of a step."""
+        with self.reduction.microbatch(last), self._cut():
+            yield
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Around forwards without a backward: afterwards this rank holds again what it holds between two steps."""
+        with self._cut():
+            yield
+        self.reduction.rest()
+
+    @contextmanager
+    def _cut(self) -> Iterator[None]:
+        """While tensors are cut between tp ranks: the loss takes cut logits, and a plain tensor is whole on each rank.
+
+        The latter only where no module is Heads: what comes out of one is plain, and differs from rank to rank.
+        """
+        if self.grid.tp == 1:
+            yield
+            return
+        heads = any(isinstance(rule, Heads) for rule in self.joined.values())
+        with loss_parallel(), nullcontext() if heads else implicit_replication():
+            yield
+
+    def finish(self) -> None:
+        """After the last backward: every gradient is the sum over all samples of the step, or CheckFailed.
+
+        Collectives: over "tp", one all-reduce of the gradients of norms and biases that sequence parallel cuts.
+        """
+        self.reduction.finish()
+        sum_partial(self.network)
 
 
-def parallelize(module: nn.Module, layout: LayoutSpec, device: torch.device) -> Parallel:
-    """Spread `module` as the settled `layout` says; the rules have refused what is not built yet.
+def parallelize(
+    module: LossModule,
+    layout: LayoutSpec,
+    device: torch.device,
+    precision: PrecisionSpec = PrecisionSpec(),  # noqa: B008  # frozen
+) -> Parallel:
+    """Spread `module`, on the CPU or the meta device, as the settled `layout` says.
+
+    precision: in what parameters are gathered, and gradients summed over data-parallel ranks.
 
     The order is fixed: tensor and sequence parallel, context parallel, expert parallel, recompute, sharded data
-    parallel, replicas, pipeline. Of these, replicas exist.
-    Collectives: those of `data_parallel.replicate`.
+    parallel, replicas, pipeline. The rules have refused what is not built yet.
+    Collectives: those that make the mesh's groups, and of `data_parallel.Replicas`.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    place = Grid.of(layout).coordinate(rank)
-    dp_rank = place["dp_replicate"]
-    degree = Grid.of(layout).dp_replicate
+    grid = Grid.of(layout)
+    place = grid.coordinate(rank)
+    network, kit = module.module, module.kit
 
-    module = module.to(device)
-    if degree > 1:
-        module = replicate(module, layout, device)
-    return Parallel(module, degree, dp_rank)
+    joined: Mapping[str, Rule] = {}
+    if grid.tp > 1:
+        joined = tensor_parallel(network, kit, sub_mesh(grid, device.type, "tp"), layout.sp)
+    reduction: Alone | Replicas | Sharded
+    if is_sharded(layout, device):
+        blocks = {name: network.get_submodule(name) for name in kit.blocks(network)}
+        reduction = Sharded(module, [*blocks.values()], layout, device, precision)
+        if layout.wrap != "model":
+            EveryBlock(reduction.module, blocks)
+    elif grid.dp_replicate > 1:
+        reduction = Replicas(module.to(device), layout, device, precision)
+    else:
+        on_meta = any(parameter.is_meta for parameter in module.parameters())
+        reduction = Alone(module if on_meta else module.to(device))
+    counts = all(place[axis] == 0 for axis in ("pp", "cp", "tp"))
+    return Parallel(
+        reduction.module,
+        network,
+        grid,
+        grid.degree("dp"),
+        grid.index(rank, "dp"),
+        counts,
+        reduction,
+        GradientNorm(grid, rank),
+        joined,
+    )
+
+
+def is_sharded(layout: LayoutSpec, device: torch.device) -> bool:
+    """Whether FSDP2 will hold the model."""
+    grid = Grid.of(layout)
+    return (
+        (layout.zero > 0 and grid.dp_shard > 1)
+        or (grid.dp_replicate > 1 and grid.tp > 1)
+        or home(layout, device) != device
+    )
+
+
+def is_cut(layout: LayoutSpec) -> bool:
+    """Whether every parameter will be a DTensor, so that it can be built without values."""
+    grid = Grid.of(layout)
+    return grid.tp > 1 or (layout.zero > 0 and grid.dp_shard > 1)

@@ -8,31 +8,82 @@ ready, so that it overlaps with the rest of backward (Li et al., arXiv 2006.1570
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from fourfold.parallel.narrow import narrow_all_reduce
+from fourfold.parallel.sharded import replaced
 from fourfold.spec.errors import CheckFailed, Problem
-from fourfold.spec.training import LayoutSpec
+from fourfold.spec.training import LayoutSpec, PrecisionSpec
 
 
-def replicate(module: nn.Module, layout: LayoutSpec, device: torch.device) -> DistributedDataParallel:
-    """Wrap `module` so that its gradients are *averaged* over ranks after a backward that syncs.
+class Alone:
+    """One rank sees all samples: there is nothing to reduce."""
 
-    module: on `device`, equal on every rank (the census has compared them).
-    """
-    if layout.unused_parameters:
-        # It was asked for because some steps leave parameters out; torch warns at the first that does not.
-        warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-    return DistributedDataParallel(
-        module,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        bucket_cap_mb=layout.bucket_mib,
-        find_unused_parameters=layout.unused_parameters,
-        gradient_as_bucket_view=True,
-    )
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def microbatch(self, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Around forward and backward."""
+        return nullcontext()
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+    def rest(self) -> None:
+        """Nothing was gathered."""
+
+
+class Replicas:
+    """torch's DistributedDataParallel: gradients are *averaged* over ranks after a backward that syncs."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: LayoutSpec,
+        device: torch.device,
+        precision: PrecisionSpec,
+    ) -> None:
+        """Wrap `module`: on `device`, equal on every rank (the census has compared them)."""
+        self._own = [
+            (f"{prefix}.{key}".removeprefix("module."), child, key, parameter)
+            for prefix, child in module.named_modules()
+            for key, parameter in child.named_parameters(recurse=False)
+        ]
+        if layout.unused_parameters:
+            # It was asked for because some steps leave parameters out; torch warns at the first that does not.
+            warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+        self.module = DistributedDataParallel(
+            module,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            bucket_cap_mb=layout.bucket_mib,
+            find_unused_parameters=layout.unused_parameters,
+            gradient_as_bucket_view=True,
+        )
+        if precision.reduce == "bf16":
+            self.module.register_comm_hook(dist.group.WORLD, narrow_all_reduce)
+
+    def microbatch(self, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward: gradients are reduced in the last one only.
+
+        Raises CheckFailed where a parameter is not the one that DDP was given: it would never be reduced.
+        """
+        strangers = [name for name, child, key, own in self._own if child._parameters.get(key) is not own]
+        if strangers:
+            raise CheckFailed(replaced(strangers))
+        return nullcontext() if last else self.module.no_sync()
+
+    def finish(self) -> None:
+        """Every gradient was reduced, or CheckFailed."""
+        check_reduced(self.module)
+
+    def rest(self) -> None:
+        """Nothing was gathered."""
 
 
 def mixes_rows(module: nn.Module) -> tuple[str, ...]:

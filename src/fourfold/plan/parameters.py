@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from fourfold.spec.errors import Problem, SpecError
 from fourfold.spec.model import DecoderSpec, ImportSpec, MlaSpec, MlpSpec, ModelSpec, MoeSpec
+from fourfold.spec.widths import ffn_width, head_width
 
 CORRECTION = "router correction"  # the one term no gradient moves
 
@@ -49,27 +50,6 @@ def parameter_terms(model: ModelSpec) -> dict[str, int] | None:
         return None
     terms = _mlp_terms(model) if isinstance(model, MlpSpec) else _decoder_terms(model)
     return {name: count for name, count in terms.items() if count}
-
-
-def default_ffn_width(width: int, ffn: str = "swiglu") -> int:
-    """Hidden features of a feed-forward where the Spec names none.
-
-    swiglu: 8/3 × width, rounded up to a multiple of 32: its three matrices weigh as much as gelu's two (Shazeer,
-    arXiv 2002.05202, section 2); gelu: 4 × width (arXiv 1706.03762, section 3.3).
-    """
-    if ffn == "gelu":
-        return 4 * width
-    return -(-8 * width // (3 * 32)) * 32
-
-
-def ffn_width(model: DecoderSpec) -> int:
-    """Hidden features of the dense feed-forward, asked or default."""
-    return model.ffn_width or default_ffn_width(model.width, model.ffn)
-
-
-def head_width(model: DecoderSpec) -> int:
-    """Features of one attention head, asked or width / heads."""
-    return model.head_width or model.width // model.heads
 
 
 def linear(inputs: int, outputs: int, bias: bool) -> int:

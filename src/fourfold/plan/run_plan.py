@@ -11,16 +11,15 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field
 
+from fourfold.plan.notes import notes_on
 from fourfold.plan.parameters import CORRECTION, parameter_terms
-from fourfold.record.environment import cores
+from fourfold.plan.state_bytes import INSTANTS, MOMENTS, Category, Instant, element_bytes, rank_bytes
 from fourfold.spec.grid import Grid
 from fourfold.spec.load import LoadedSpec
 from fourfold.spec.settle import settle
 from fourfold.spec.spec import Spec
-from fourfold.spec.training import HardwareSpec, LayoutSpec, PrecisionSpec
+from fourfold.spec.training import LayoutSpec, PrecisionSpec
 from fourfold.spec.value import Value
-
-ADAM_MOMENTS = 2  # running means of the gradient and of its square: Kingma & Ba, arXiv 1412.6980, algorithm 1
 
 
 class StateBytes(Value):
@@ -50,6 +49,7 @@ class RunPlan(Value):
     parameters: int | None
     parameter_terms: dict[str, int]  # parameters by term; empty if unknown
     state_bytes: StateBytes | None
+    rank_bytes: Mapping[Instant, Mapping[Category, int]] | None = None  # of rank 0, which holds the most
     gradient_bytes_per_step: int | None  # sent by each rank in one step's all-reduce of gradients
     not_predicted: tuple[str, ...]
     notes: tuple[str, ...]
@@ -73,7 +73,8 @@ def make_run_plan(
     state = None if terms is None else state_bytes(terms, spec.precision)
     sent = None
     if state is not None and not _cut_by(spec.layout):
-        sent = all_reduce_sent_bytes(state.gradients, Grid.of(spec.layout).degree("dp"))
+        payload = state.gradients // (2 if spec.precision.reduce == "bf16" else 1)
+        sent = all_reduce_sent_bytes(payload, Grid.of(spec.layout).degree("dp"))
     sequence: int | None = getattr(spec.data, "sequence", None)
     return RunPlan(
         spec=spec,
@@ -87,15 +88,11 @@ def make_run_plan(
         parameters=None if terms is None else sum(terms.values()),
         parameter_terms=terms or {},
         state_bytes=state,
+        rank_bytes=rank_bytes(spec, 0),
         gradient_bytes_per_step=sent,
         not_predicted=_not_predicted(spec),
-        notes=(*loaded.notes, *_notes(spec, nproc)),
+        notes=(*loaded.notes, *notes_on(spec, nproc)),
     )
-
-
-def element_bytes(precision: PrecisionSpec) -> int:
-    """Bytes of one parameter, gradient or moment: 4 (fp32, also under bf16 autocast), or 8 in fp64."""
-    return 8 if precision.compute == "fp64" else 4
 
 
 def state_bytes(terms: Mapping[str, int], precision: PrecisionSpec) -> StateBytes:
@@ -107,7 +104,7 @@ def state_bytes(terms: Mapping[str, int], precision: PrecisionSpec) -> StateByte
     count = sum(terms.values())
     trained = count - terms.get(CORRECTION, 0)
     each = element_bytes(precision)
-    moments = ADAM_MOMENTS * each * trained
+    moments = MOMENTS * each * trained
     return StateBytes(
         parameters=each * count,
         gradients=each * trained,
@@ -135,7 +132,7 @@ def _not_predicted(spec: Spec) -> tuple[str, ...]:
     missing = [
         "activations kept from forward to backward",
         "logits and the loss's workspace",
-        "gradient buckets and other buffers of communication",
+        "gathered units, gradient buckets and other buffers inside a step",
         "what torch, its allocator and the loader take for themselves",
         "time of a step",
     ]
@@ -143,34 +140,11 @@ def _not_predicted(spec: Spec) -> tuple[str, ...]:
         missing.append("parameters, state and traffic of an imported model: known once it is built")
     elif cut := _cut_by(spec.layout):
         named = ", ".join(f"layout.{axis}" for axis in cut)
-        missing.append(
-            f"each rank's part of the state, and traffic, under {named} (bytes are of a whole copy)"
-        )
+        known = rank_bytes(spec, 0) is not None
+        missing.append(f"traffic under {named}" if known else f"each rank's part, and traffic, under {named}")
     if spec.precision.compute in ("bf16", "fp16"):
         missing.append(f"{spec.precision.compute} copies of weights that autocast makes")
     return tuple(missing)
-
-
-def _notes(spec: Spec, nproc: int) -> tuple[str, ...]:
-    return (*_short_of_warm_up(spec), *_crowded(spec.hardware, nproc))
-
-
-def _short_of_warm_up(spec: Spec) -> tuple[str, ...]:
-    warmup, steps = spec.optimizer.warmup_steps, spec.run.steps
-    if warmup <= steps:
-        return ()
-    return (
-        f"run.steps = {steps} ends inside the warm-up of {warmup} steps: the learning rate stays below optimizer.lr",
-    )
-
-
-def _crowded(hardware: HardwareSpec, nproc: int) -> tuple[str, ...]:
-    here = cores()
-    if hardware.device == "cuda" or nproc <= here:
-        return ()
-    return (
-        f"{nproc} ranks share {here} cores: slower steps, same results (--nproc {here}: a core for each)",
-    )
 
 
 def _lines(plan: RunPlan) -> list[str]:
@@ -196,6 +170,8 @@ def _lines(plan: RunPlan) -> list[str]:
         text = ", ".join(f"{part} {_size(getattr(state, part))}" for part in parts)
         held = "a whole copy" if _cut_by(plan.spec.layout) else "on every rank"
         rows.append(("state", f"{_size(state.total)} {held}: {text}"))
+    if plan.rank_bytes is not None:
+        rows.append(("a rank", "; ".join(_held(plan.rank_bytes))))
     if plan.gradient_bytes_per_step is not None:
         sent = _size(plan.gradient_bytes_per_step)
         rows.append(("traffic", f"{sent} sent by each rank per step: all-reduce of gradients"))
@@ -207,6 +183,17 @@ def _lines(plan: RunPlan) -> list[str]:
         for name, text in rows
         for line in wrap(text, 80, initial_indent=f"{name:<11}", subsequent_indent=" " * 11)
     ]
+
+
+def _held(by_instant: Mapping[Instant, Mapping[Category, int]]) -> list[str]:
+    """What the fullest rank holds, in memory and on disk."""
+    told = [
+        f"{_size(sum(held.values()) - held['on disk'])} {instant}"
+        for instant in INSTANTS
+        if (held := by_instant.get(instant)) is not None
+    ]
+    disk = by_instant["after init"]["on disk"]
+    return [*told, f"{_size(disk)} on disk"] if disk else told
 
 
 def _when_validated(spec: Spec) -> str:

@@ -56,6 +56,11 @@ class RunDir:
         return self.path / "ckpt"
 
     @property
+    def offload(self) -> Path:
+        """Where moments are mapped that `layout.offload = "disk"` keeps out of memory; empty between runs."""
+        return self.path / "offload"
+
+    @property
     def events_dir(self) -> Path:
         """One file of events per rank."""
         return self.path / "events"

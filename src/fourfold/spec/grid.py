@@ -11,13 +11,11 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import islice, product
+from itertools import product
 
-from fourfold.spec.degrees import by_nearness, nearest_divisors, nearest_products
+from fourfold.spec.degrees import nearest_divisors
 from fourfold.spec.errors import Problem, SpecError
 from fourfold.spec.training import LayoutSpec
-
-__all__ = ["AXES", "BORROWED", "GROUPS", "PRODUCTS", "Grid", "fit", "nearest_products"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 BORROWED = ("dp_shard", "cp", "tp")
@@ -171,72 +169,6 @@ class Grid:
                     instead=f"a rank from 0 to {self.world - 1}",
                 )
             )
-
-
-def fit(layout: LayoutSpec, world: int) -> LayoutSpec:
-    """`layout` for `world` ranks: "auto" becomes what the other degrees leave over. Idempotent.
-
-    Raises SpecError where two degrees are "auto", where the product of degrees cannot be `world` (naming the
-    nearest that can), or where `ep` does not divide.
-    """
-    degrees = {axis: getattr(layout, axis) for axis in AXES}
-    free = [axis for axis, degree in degrees.items() if degree == "auto"]
-    if len(free) > 1:
-        raise SpecError(
-            Problem(
-                asked=" and ".join(f'layout.{axis} = "auto"' for axis in free),
-                found="two degrees to be found from one world size",
-                why='"auto" is what the other degrees leave over, so only one can be it',
-                instead=" or ".join(f"--set layout.{axis}=1" for axis in free),
-            )
-        )
-    fixed = math.prod(degree for axis, degree in degrees.items() if axis not in free)
-    if world < 1 or world % fixed or (not free and world != fixed):
-        raise SpecError(_product_is_not_world(layout, degrees, free[0] if free else None, world))
-    fitted = layout.model_copy(update=dict.fromkeys(free, world // fixed))
-    Grid.of(fitted)
-    return fitted
-
-
-def _product_is_not_world(
-    layout: LayoutSpec, degrees: dict[str, int], free: str | None, world: int
-) -> Problem:
-    fixed = {axis: degree for axis, degree in degrees.items() if axis != free}
-    total = math.prod(fixed.values())
-    arithmetic = " × ".join(f"{axis} {degree}" for axis, degree in fixed.items()) + f" = {total}"
-    if free:
-        why = f"{world} is no multiple of {total}, so no degree of {free} fills the mesh"
-    else:
-        why = f"every rank is one cell of the mesh, and {total} cells are not {world}"
-    nearest = [*_nearest_settings(layout, degrees, free, world), f"a world of {total} ranks"]
-    return Problem(
-        asked=f"a layout for {world} ranks",
-        found=arithmetic + (f', {free} = "auto"' if free else ""),
-        why=why if world > 0 else "there must be at least one rank",
-        instead="\n     or  ".join(nearest),
-    )
-
-
-def _nearest_settings(layout: LayoutSpec, degrees: dict[str, int], free: str | None, world: int) -> list[str]:
-    """What to type for the three nearest layouts that fill `world` ranks and suit `layout.ep` and `layout.sp`."""
-    if world < 1:
-        return []
-    # With zero = 0 nothing is sharded, so dp_shard cannot take up ranks.
-    fixed = {"dp_shard"} if layout.zero == 0 and degrees["dp_shard"] == 1 else set()
-    movable = {axis: degree for axis, degree in degrees.items() if axis not in fixed}
-    answers = ({**degrees, **new} for new in by_nearness(movable, world, free))
-    legal = (
-        new
-        for new in answers
-        if math.prod(new[axis] for axis in BORROWED) % layout.ep == 0 and not (layout.sp and new["tp"] == 1)
-    )
-    settings = []
-    for new in islice(legal, 3):
-        changes = [
-            f"--set layout.{axis}={new[axis]}" for axis in AXES if new[axis] != degrees[axis] and axis != free
-        ]
-        settings.append(" ".join(changes) + (f"  ({free} becomes {new[free]})" if free else ""))
-    return settings
 
 
 def _sums(dims: Iterable[tuple[int, int]]) -> list[int]:

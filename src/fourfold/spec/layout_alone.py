@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pydantic import ValidationError
 
 from fourfold.spec.draft import Draft
 from fourfold.spec.errors import Problem, SpecError
-from fourfold.spec.grid import fit
+from fourfold.spec.fit import fit
+from fourfold.spec.legal import Judge, nearest
 from fourfold.spec.problems import problems_of
 from fourfold.spec.rules import RULES
 from fourfold.spec.settings import Setting, parse_settings
@@ -36,11 +38,12 @@ def layout_alone(sets: Sequence[str], world: int) -> LayoutSpec:
         problems += [problem for _, problem in problems_of(error, draft)]
     if problems:
         raise SpecError(problems)
-    spec = spec.model_copy(update={"layout": fit(spec.layout, world)})
     rules = [rule for rule in RULES if rule.when == "always" and _is_about_layouts(rule.keys)]
-    if broken := [problem for rule in rules if (problem := rule.find(spec))]:
-        raise SpecError(broken)
-    return spec.layout
+    fitted = spec.model_copy(update={"layout": fit(spec.layout, world, Judge(spec, rules, batch=False))})
+    if broken := [problem for rule in rules if (problem := rule.find(fitted))]:
+        instead = nearest(spec, world, rules, batch=False)
+        raise SpecError([replace(problem, instead=instead or problem.instead) for problem in broken])
+    return fitted.layout
 
 
 def _is_about_layouts(keys: Sequence[str]) -> bool:

@@ -45,10 +45,11 @@ class LoadedSpec:
     notes: tuple[str, ...] = ()
 
 
-def load_spec(source: str | Path, sets: Sequence[str] = ()) -> LoadedSpec:
+def load_spec(source: str | Path, sets: Sequence[str] = (), world: int | None = None) -> LoadedSpec:
     """Read `source` (a TOML file, or the name of a ready Spec), put `sets` on top, and check all of it.
 
-    A name without a folder or `.toml` that is a ready one means that one; `./NAME` means the file.
+    A name without a folder or `.toml` that is a ready one means that one; `./NAME` means the file. `world`, where it
+    is known already, only helps to say what to type instead of a layout.
     Raises SpecError with every problem found, each with its file line or `--set`: no such file, no TOML, unknown or
     misplaced keys (with the nearest), wrong types and values, unreadable settings; and if all that is well, every
     rule of `fourfold.spec.rules` that can never be broken.
@@ -68,7 +69,7 @@ def load_spec(source: str | Path, sets: Sequence[str] = ()) -> LoadedSpec:
     if spec is None or found:
         raise SpecError([problem for _, problem in sorted(found, key=lambda pair: pair[0])])
     provenance = {path: draft.where(path) for path in _non_defaults(spec, draft.raw, "")}
-    require(spec, "always", provenance)
+    require(spec, "always", provenance, world)
     return LoadedSpec(spec, provenance, text, tuple(draft.notes))
 
 

@@ -41,7 +41,7 @@ class DecoderSpec(Value):
     heads: PositiveInt
     kv_heads: PositiveInt | None = None  # default: heads
     head_width: PositiveInt | None = None  # default: width / heads
-    ffn_width: PositiveInt | None = None  # default: see plan.parameters.default_ffn_width
+    ffn_width: PositiveInt | None = None  # default: see spec.widths.default_ffn_width
     vocabulary: PositiveInt = 256
     tied: bool = False
     biases: bool = False

@@ -1,42 +1,29 @@
 """What may stand together in a Spec: one table of rules, each naming the settings that collide.
 
-A rule is broken "always" (no version of Fourfold could do it) or only to "train" (planned for, not built yet).
-Rules look at one Spec, settled or not; what needs the world size stands in `settle`.
+A rule is broken "always" (no run could do it) or only to "train" (planned for, not built yet); `owed` says whether that
+is due to mathematics, to a library, or to what is not built. Rules look at one Spec, settled or not. What needs the
+world size is the product of degrees (`fit`) and the batch (`batch`); a new axis adds its rows here, and `check`,
+`settle` and `layouts` know it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import replace
 
-from fourfold.spec import rules_data, rules_model, rules_training
+from fourfold.spec import (
+    rules_data,
+    rules_layout,
+    rules_memory,
+    rules_model,
+    rules_precision,
+    rules_training,
+)
 from fourfold.spec.errors import Problem, SpecError
+from fourfold.spec.legal import Judge, about_degrees, as_asked, nearest, world_of
+from fourfold.spec.rule import Rule, When
 from fourfold.spec.rules_planned import PLANNED
 from fourfold.spec.spec import Spec
-
-When = Literal["always", "train"]
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One row: `find` gives the problem of a Spec that breaks the rule; `keys` are the settings that collide."""
-
-    name: str
-    keys: tuple[str, ...]
-    find: Callable[[Spec], Problem | None]
-    when: When = "always"
-
-    def applies(self, spec: Spec) -> bool:
-        """Whether `spec` breaks this rule."""
-        return self.find(spec) is not None
-
-    def problem(self, spec: Spec) -> Problem:
-        """What is wrong; only for a Spec to which the rule applies."""
-        problem = self.find(spec)
-        assert problem is not None, f"rule {self.name} does not apply"
-        return problem
-
 
 RULES: tuple[Rule, ...] = (
     Rule("equal groups of heads", ("model.kv_heads", "model.heads"), rules_model.kv_heads),
@@ -60,16 +47,64 @@ RULES: tuple[Rule, ...] = (
         ("run.validate_every", "data.validation_fraction"),
         rules_data.something_to_validate,
     ),
-    Rule("one auto degree", ("layout.dp_shard", "layout.dp_replicate"), rules_training.one_auto),
-    Rule("zero shards", ("layout.dp_shard", "layout.zero"), rules_training.zero_shards),
-    Rule("sp needs tp", ("layout.sp", "layout.tp"), rules_training.sp_needs_tp),
-    Rule("ep needs experts", ("layout.ep", "model.moe.experts"), rules_training.ep_needs_experts),
-    Rule("tp keeps heads whole", ("layout.tp", "model.heads"), rules_training.tp_divides_heads),
-    Rule("a layer for every stage", ("layout.pp", "model.layers"), rules_training.pp_has_layers),
+    Rule("one auto degree", ("layout.dp_shard", "layout.dp_replicate"), rules_layout.one_auto),
+    Rule("zero shards", ("layout.dp_shard", "layout.zero"), rules_layout.zero_shards),
+    Rule(
+        "zero over shards",
+        ("layout.dp_shard", "layout.dp_replicate", "layout.zero", "layout.cp"),
+        rules_layout.zero_has_ranks,
+    ),
+    Rule("units of zero", ("layout.wrap", "layout.zero"), rules_memory.wrap_needs_zero),
+    Rule("units of blocks", ("layout.wrap", "model.layers"), rules_memory.wrap_has_blocks),
+    Rule("prefetch of zero 3", ("layout.prefetch", "layout.zero"), rules_memory.prefetch_needs_zero_3),
+    Rule(
+        "units to prefetch",
+        ("layout.prefetch", "layout.wrap", "layout.zero"),
+        rules_memory.prefetch_has_units,
+    ),
+    Rule("offload of zero", ("layout.offload", "layout.zero"), rules_memory.offload_cpu_needs_zero),
+    Rule("files to offload to", ("layout.offload_dir", "layout.offload"), rules_memory.offload_dir_is_used),
+    Rule("sp needs tp", ("layout.sp", "layout.tp"), rules_layout.sp_needs_tp),
+    Rule("sp needs tokens", ("layout.sp", "model.kind", "data.kind"), rules_layout.sp_needs_tokens),
+    Rule("ep needs experts", ("layout.ep", "model.moe.experts"), rules_layout.ep_needs_experts),
+    Rule(
+        "tp keeps heads whole",
+        ("layout.tp", "model.heads", "model.kv_heads"),
+        rules_layout.tp_divides_heads,
+        owed="library",
+    ),
+    Rule(
+        "tp cuts the feed-forward",
+        ("layout.tp", "model.ffn_width", "model.width"),
+        rules_layout.tp_divides_ffn,
+        owed="library",
+    ),
+    Rule("tp cuts the mlp", ("layout.tp", "model.hidden"), rules_layout.tp_divides_hidden, owed="not built"),
+    Rule(
+        "tokens for every tp rank",
+        ("layout.tp", "model.vocabulary"),
+        rules_layout.tp_fills_vocabulary,
+        owed="library",
+    ),
+    Rule("a layer for every stage", ("layout.pp", "model.layers"), rules_layout.pp_has_layers),
     Rule(
         "schedule inside the run",
         ("optimizer.decay_steps", "optimizer.warmup_steps", "run.steps"),
         rules_training.schedule_fits,
+    ),
+    Rule(
+        "loss scale of fp16",
+        tuple(f"precision.{key}" for key in rules_precision.SCALE),
+        rules_precision.scale_is_used,
+    ),
+    Rule(
+        "reduction in fp64", ("precision.reduce", "precision.compute"), rules_precision.fp64_reduces_in_fp64
+    ),
+    Rule(
+        "reduction of replicas",
+        ("precision.reduce", "layout.dp_replicate", "layout.dp_shard", "layout.zero", "layout.tp"),
+        rules_precision.replicas_reduce_in_fp32,
+        owed="library",
     ),
     Rule("betas below one", ("optimizer.betas",), rules_training.betas_below_one),
     Rule("seed of 63 bits", ("run.seed",), rules_training.seed_fits),
@@ -79,27 +114,65 @@ RULES: tuple[Rule, ...] = (
         ("checkpoint.allow_missing", "checkpoint.allow_surplus"),
         rules_training.tensors_named,
     ),
-    *(Rule(f"{row.key} not trained yet", (row.key,), row, "train") for row in PLANNED),
+    *(Rule(f"{row.key} not trained yet", (row.key,), row, "train", "not built") for row in PLANNED),
 )
 
 
-def check(spec: Spec, when: When = "train", provenance: Mapping[str, str] | None = None) -> list[Problem]:
+def check(
+    spec: Spec,
+    when: When = "train",
+    provenance: Mapping[str, str] | None = None,
+    world: int | None = None,
+) -> list[Problem]:
     """Every rule that `spec` breaks: "always" only those no version can do, "train" those and what is not built yet.
 
-    `provenance` (of the loaded Spec) says where the colliding settings stand.
+    `provenance` (of the loaded Spec) says where the colliding settings stand. Where `world` is known, as it is of a
+    settled layout, what to type instead of a layout is the nearest that is legal by the whole table, batch included.
     """
-    return [
-        replace(problem, where=place_of(rule.keys, provenance or {}))
+    broken = [
+        (rule, problem)
         for rule in RULES
         if (rule.when == "always" or when == "train") and (problem := rule.find(spec)) is not None
     ]
+    world = world_of(spec.layout) if world is None else world
+    instead = ""
+    if world is not None and any(about_degrees(rule) for rule, _ in broken):
+        asked = as_asked(spec, provenance)
+        instead = nearest(asked, world, _wanted(asked, when))
+    places = provenance or {}
+    return [
+        replace(
+            problem,
+            where=place_of(rule.keys, places),
+            instead=instead if instead and about_degrees(rule) else problem.instead,
+        )
+        for rule, problem in broken
+    ]
 
 
-def require(spec: Spec, when: When = "train", provenance: Mapping[str, str] | None = None) -> None:
+def require(
+    spec: Spec,
+    when: When = "train",
+    provenance: Mapping[str, str] | None = None,
+    world: int | None = None,
+) -> None:
     """Raise SpecError with every problem that `check` finds."""
-    problems = check(spec, when, provenance)
+    problems = check(spec, when, provenance, world)
     if problems:
         raise SpecError(problems)
+
+
+def judge(spec: Spec, when: When = "always") -> Judge:
+    """Whether other layouts of `spec` are legal.
+
+    "always": by all rules that can never be broken, and by those of what is not built yet that `spec` itself keeps:
+    who plans with an axis that is not built goes on doing so, and nobody else is sent there.
+    """
+    return Judge(spec, _wanted(spec, when))
+
+
+def _wanted(spec: Spec, when: When) -> list[Rule]:
+    return [rule for rule in RULES if rule.when == "always" or when == "train" or not rule.applies(spec)]
 
 
 def place_of(keys: tuple[str, ...], provenance: Mapping[str, str]) -> str:

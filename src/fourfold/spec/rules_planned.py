@@ -28,7 +28,7 @@ class Planned:
         return Problem(
             asked=f"train with [{self.key}]" if table else f"train with {self.key} = {toml_word(value)}",
             found=f"{self.what}, which is planned for but not trained yet",
-            why="this version trains data parallel: whole copies of a dense model on dp_replicate ranks"
+            why="this version trains dense models, data parallel (replicated or sharded) and tensor parallel"
             if self.key.startswith(("layout.", "model."))
             else "it is not built yet, and nothing asked for is silently left out",
             instead=f"a Spec without [{self.key}]" if table else self._instead(spec),
@@ -44,21 +44,11 @@ class Planned:
 PLANNED = (
     Planned("layout.pp", lambda spec: spec.layout.pp, 1, "pipeline parallel"),
     Planned("layout.cp", lambda spec: spec.layout.cp, 1, "context parallel"),
-    Planned("layout.tp", lambda spec: spec.layout.tp, 1, "tensor parallel"),
     Planned("layout.ep", lambda spec: spec.layout.ep, 1, "expert parallel"),
-    Planned("layout.dp_shard", lambda spec: spec.layout.dp_shard, 1, "sharded data parallel"),
-    Planned("layout.zero", lambda spec: spec.layout.zero, 0, "sharding of the training state"),
-    Planned("layout.sp", lambda spec: spec.layout.sp, False, "sequence parallel"),
     Planned("model.moe", lambda spec: getattr(decoder_of(spec), "moe", None), None, "a mixture of experts"),
     Planned("model.mla", lambda spec: getattr(decoder_of(spec), "mla", None), None, "latent attention"),
     Planned(
         "model.mtp_layers", lambda spec: getattr(spec.model, "mtp_layers", 0), 0, "multi-token prediction"
-    ),
-    Planned(
-        "precision.compute",
-        lambda spec: "fp16" if spec.precision.compute == "fp16" else "bf16",
-        "bf16",
-        "half precision with loss scaling",
     ),
     Planned("run.exact", lambda spec: spec.run.exact, False, "the exact mode"),
 )

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fourfold.spec.degrees import nearest_divisors
+from fourfold.spec.batch import settle_batch
 from fourfold.spec.errors import Problem, SpecError
-from fourfold.spec.grid import fit
-from fourfold.spec.rules import place_of, require
-from fourfold.spec.rules_model import either, multiples_near
+from fourfold.spec.fit import fit
+from fourfold.spec.rules import check, judge, place_of
 from fourfold.spec.spec import Spec
-from fourfold.spec.training import BatchSpec, LayoutSpec
-
-_RELATION = "global_batch = micro_batch x accumulation x data-parallel degree"
+from fourfold.spec.training import LayoutSpec
 
 
 def settle(spec: Spec, world: int, provenance: Mapping[str, str] | None = None) -> Spec:
@@ -20,86 +17,25 @@ def settle(spec: Spec, world: int, provenance: Mapping[str, str] | None = None) 
 
     global_batch = micro_batch × accumulation × data-parallel degree. Two numbers give the third; global_batch or
     micro_batch alone goes with accumulation = 1. `provenance` (of the loaded Spec) puts a place to each problem.
-    Raises SpecError, showing the arithmetic and the nearest legal values, where the degrees do not fill the world
-    or the batch does not divide; and where the settled Spec breaks a rule that can never be broken.
+    Raises SpecError, showing the arithmetic and the nearest legal values, where the degrees do not fill the world;
+    or where the batch does not divide, and where the settled Spec breaks a rule that can never be broken.
     """
-    layout = fit(spec.layout, world)
+    layout = fit(spec.layout, world, judge(spec))
+    fitted = spec.model_copy(update={"layout": layout})
+    problems: list[Problem] = []
+    batch = spec.batch
     where = place_of(("batch.global_batch", "batch.micro_batch", "batch.accumulation"), provenance or {})
-    batch = _settle_batch(spec.batch, data_parallel_degree(layout), where)
-    settled = spec.model_copy(update={"layout": layout, "batch": batch})
-    require(settled, "always", provenance)
-    return settled
+    try:
+        batch = settle_batch(batch, data_parallel_degree(layout), where)
+    except SpecError as error:
+        problems += error.problems
+    problems += check(fitted, "always", provenance, world)
+    if problems:
+        raise SpecError(problems)
+    return fitted.model_copy(update={"batch": batch})
 
 
 def data_parallel_degree(layout: LayoutSpec) -> int:
     """Ranks that see different samples: dp_replicate × dp_shard of a settled layout (cp cuts sequences instead)."""
     assert layout.dp_replicate != "auto" and layout.dp_shard != "auto", "settle the Spec first"
     return layout.dp_replicate * layout.dp_shard
-
-
-def _settle_batch(batch: BatchSpec, degree: int, where: str) -> BatchSpec:
-    whole, micro, accumulation = batch.global_batch, batch.micro_batch, batch.accumulation
-    if whole is None:
-        if micro is None:
-            raise SpecError(_no_samples(accumulation, degree, where))
-        accumulation = accumulation or 1
-        whole = micro * accumulation * degree
-    elif micro is None:
-        accumulation = accumulation or 1
-        micro = _third(whole, "accumulation", accumulation, degree, where)
-    elif accumulation is None:
-        accumulation = _third(whole, "micro_batch", micro, degree, where)
-    elif whole != micro * accumulation * degree:
-        raise SpecError(_unequal(whole, micro, accumulation, degree, where))
-    return BatchSpec(global_batch=whole, micro_batch=micro, accumulation=accumulation)
-
-
-def _third(whole: int, key: str, given: int, degree: int, where: str) -> int:
-    """The third number of the batch, from global_batch and the one given under `key`."""
-    if whole % (given * degree) == 0:
-        return whole // (given * degree)
-    other = "accumulation" if key == "micro_batch" else "micro_batch"
-    ways = [either("batch.global_batch", multiples_near(whole, given * degree))]
-    if whole % degree == 0:
-        ways.append(either(f"batch.{key}", nearest_divisors(whole // degree, given)))
-    raise SpecError(
-        Problem(
-            asked=f"batch.global_batch = {whole} with batch.{key} = {given} on {_ranks(degree)}",
-            found=f"{whole} / ({given} x {degree}) = {whole / (given * degree):.4g}",
-            why=f"{_RELATION}, so {other} would be no whole number",
-            instead=" or ".join(ways),
-            where=where,
-        )
-    )
-
-
-def _unequal(whole: int, micro: int, accumulation: int, degree: int, where: str) -> Problem:
-    product = micro * accumulation * degree
-    ways = [f"--set batch.global_batch={product}"]
-    if whole % (micro * degree) == 0:
-        ways.append(f"--set batch.accumulation={whole // (micro * degree)}")
-    if whole % (accumulation * degree) == 0:
-        ways.append(f"--set batch.micro_batch={whole // (accumulation * degree)}")
-    return Problem(
-        asked=f"batch.global_batch = {whole} with batch.micro_batch = {micro}, batch.accumulation = {accumulation}"
-        f" on {_ranks(degree)}",
-        found=f"{whole} != {micro} x {accumulation} x {degree} = {product}",
-        why=f"{_RELATION}; two of the numbers are enough",
-        instead=" or ".join(ways),
-        where=where,
-    )
-
-
-def _no_samples(accumulation: int | None, degree: int, where: str) -> Problem:
-    alone = f" (batch.accumulation = {accumulation} alone counts no samples)" if accumulation else ""
-    return Problem(
-        asked=f"a batch on {_ranks(degree)}",
-        found=f"no batch.global_batch and no batch.micro_batch{alone}",
-        why=f"{_RELATION}; there is no default for how many samples a step takes",
-        instead=f"--set batch.global_batch={8 * degree * (accumulation or 1)} or --set batch.micro_batch=8",
-        where=where,
-    )
-
-
-def _ranks(degree: int) -> str:
-    return f"{degree} data-parallel rank{'s' if degree > 1 else ''}"

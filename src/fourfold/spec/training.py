@@ -41,9 +41,27 @@ class OptimizerSpec(Value):
 
 
 class PrecisionSpec(Value):
-    """Compute dtype of forward and backward; parameters, moments and reductions stay fp32 (fp64 in fp64)."""
+    """Dtypes, the same on every layout. What AdamW updates, its moments and gradients are fp32, fp64 in fp64.
 
-    compute: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    Norms, softmax, loss and rotary tables are computed in fp32 or wider in every case. The constants of fp16's loss
+    scale are those of torch's GradScaler; the method is that of Micikevicius et al., arXiv 1710.03740, section 3.2.
+    """
+
+    compute: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"  # of matrix products and of attention
+    # How parameters take part in forward, and are gathered under zero: whole, or rounded to `compute` first. The
+    # stream between blocks is then of that dtype, too; under zero 3 its copies are half as large and are dropped.
+    parameters: Literal["fp32", "compute"] = "fp32"
+    # In what gradients travel and are summed between data-parallel ranks. bf16: half the bytes, 8 bits of mantissa.
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    output: Literal["fp32"] = "fp32"  # of the network's output and the loss; fp64 in fp64
+    scale_start: Annotated[float, Field(ge=1.0, le=2.0**64)] = (
+        2.0**16
+    )  # fp16: the loss scale of the first step
+    scale_growth: Annotated[float, Field(gt=1.0, le=2.0**16)] = 2.0  # fp16: the scale times this ...
+    scale_every: PositiveInt = 2000  # ... after so many good steps in a row
+    scale_backoff: Annotated[float, Field(gt=0.0, lt=1.0)] = (
+        0.5  # fp16: the scale times this after an overflow
+    )
 
 
 class LayoutSpec(Value):
@@ -59,6 +77,14 @@ class LayoutSpec(Value):
     sp: bool = False  # sequence parallel: a property of tp
     unused_parameters: bool = False  # some parameters take no part in some steps (costs a search per step)
     bucket_mib: Annotated[float, Field(gt=0.0)] = 25.0  # gradient bucket of data parallel
+    wrap: PositiveInt | Literal["model"] = (
+        1  # zero 1-3: blocks in one unit of sharding; "model": all is one unit
+    )
+    prefetch: NonNegativeInt = 0  # zero 3: units gathered ahead of the one that computes; 0: as torch does it
+    offload: Literal["none", "cpu", "disk"] = (
+        "none"  # cpu: parameters and moments; disk: moments, in mapped files
+    )
+    offload_dir: str | None = None  # where those files are; default: a folder in the run directory
 
 
 class CheckpointSpec(Value):

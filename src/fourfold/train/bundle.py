@@ -1,7 +1,9 @@
 """A failure bundle: what one rank needs to run its failing step again, on one device, later.
 
 A folder `failures/step-000005-rank1/` with `bundle.json` (Spec, step, error, random counters, versions, sample
-ids) and `tensors.safetensors` (the step's microbatches, parameters and buffers before the step).
+ids) and `tensors.safetensors` (the step's microbatches, parameters and buffers before the step). Where the layout cuts
+parameters it holds this rank's boxes of them, for it may ask no other rank for more: that can be looked at, but not
+run again.
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fourfold.data.batch import Batch
 from fourfold.launch.failure import is_secondary
+from fourfold.models.boxes import box_of
+from fourfold.parallel.clip import local
 from fourfold.record.environment import environment
 from fourfold.record.run_dir import RunDir
 from fourfold.record.writer import write_json
@@ -54,7 +59,7 @@ def keep_bundle(
     tensors: dict[str, Tensor] = {}
     # Tied tensors share storage, which safetensors refuses: each name gets a copy of its own.
     for name, value in named_state(training.model).items():
-        tensors[f"model.{name}"] = value.detach().cpu().clone().contiguous()
+        tensors[f"model.{name}"] = local(value).cpu().clone().contiguous()
     for index, batch in enumerate(batches):
         for field in fields(batch):
             value = getattr(batch, field.name)
@@ -78,7 +83,14 @@ def _description(
         "traceback": "".join(traceback.format_exception(error)),
         # Every random number is a function of these two, a name and a logical index.
         "random_counters": {"seed": training.spec.run.seed, "step": step},
+        "loss_scale": training.scale.value,
         "degree": training.parallel.degree,
+        # Offset and size of what the rank holds of each parameter that is cut
+        "boxes": {
+            name: [box.offset, box.size]
+            for name, value in named_state(training.model).items()
+            if isinstance(value, DTensor) and (box := box_of(value)).size != value.shape
+        },
         "valid_targets": [batch.valid_count() for batch in batches],
         "microbatches": [
             {

@@ -11,9 +11,12 @@ import platform
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fourfold.collectives.agree import agree
 from fourfold.launch.rank import Rank
+from fourfold.models.boxes import box_of
+from fourfold.parallel.clip import local
 from fourfold.record.environment import source_hash
 from fourfold.spec.errors import CheckFailed, Problem
 from fourfold.spec.grid import Grid
@@ -27,8 +30,16 @@ def parameter_hash(model: nn.Module) -> str:
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(named_state(model).items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(_bytes(tensor))
     return str(digest.hexdigest())
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _hash(tensor: Tensor) -> str:
+    return str(xxhash.xxh3_128_hexdigest(_bytes(tensor)))
 
 
 def named_state(model: nn.Module) -> dict[str, Tensor]:
@@ -88,3 +99,16 @@ def check_parameters(model: nn.Module) -> dict[str, str]:
     held = {"initial parameters": parameter_hash(model)}
     agree(held)
     return held
+
+
+def check_boxes(model: nn.Module) -> dict[str, str]:
+    """The same of a model that is spread: what ranks hold in common of each tensor must be equal.
+
+    Collectives and errors as in `check_request`.
+    """
+    held: dict[str, str] = {}
+    for name, tensor in named_state(model).items():
+        box = f", {box_of(tensor)}" if isinstance(tensor, DTensor) else ""
+        held[f"initial {name}{box}"] = _hash(local(tensor))
+    every = {entry for of_rank in agree(held, partly=True) for entry in of_rank.items()}
+    return {"initial parameters": str(xxhash.xxh3_128_hexdigest(repr(sorted(every)).encode()))}

@@ -13,7 +13,7 @@ from fourfold.launch.stop import StopRequest
 from fourfold.plan.run_plan import RunPlan
 from fourfold.record.run_dir import RunDir
 from fourfold.train.bundle import keeping_bundle
-from fourfold.train.checks import check_step
+from fourfold.train.checks import check_clipped, check_masters, check_step, check_unscaled
 from fourfold.train.observe import untouched
 from fourfold.train.recorder import Recorder
 from fourfold.train.saver import Saver
@@ -40,7 +40,7 @@ def train(
     go on, what torch raises when a peer is gone.
     """
     with (
-        open_training(plan.spec, joined, sources=sources, beat=beat) as training,
+        open_training(plan.spec, joined, sources=sources, beat=beat, scratch=run.offload) as training,
         Recorder(training, plan, run, stop) as record,
     ):
         warm_up(training)
@@ -51,7 +51,7 @@ def train(
             return record.ended("stopped", first - 1)
         for step, batches in steps(training, first):
             with keeping_bundle(training, run, step, batches):
-                pending = agree_totals(batches, stop.requested, saver.time_is_up())
+                pending = agree_totals(training, batches, stop.requested, saver.time_is_up())
                 pair, totals = accumulate(training, batches, pending)
                 norm = clip(training)
                 check_step(training, batches, pair, norm)
@@ -78,16 +78,25 @@ def steps(training: Training, first: int) -> Iterator[tuple[int, Sequence[Batch]
 def warm_up(training: Training) -> None:
     """One mock batch, the largest the loader can give: what is too large, or takes no part, shows before step 1.
 
-    It leaves nothing behind: gradients are dropped, buffers (running statistics) and random streams put back.
+    So does a wrong dtype, a wrong order of unscaling and clipping, or clipping without effect: under loss scaling the
+    batch is tried with two scales. It leaves nothing behind: gradients are dropped, buffers (running statistics) and
+    random streams put back.
     """
 
     def beat(step: int, phase: str, patient: bool = False) -> None:  # noqa: ARG001
         training.beat(0, f"warm-up: {phase}", patient)
 
     batch = training.loader.mock()
+    check_masters(training)
+    norms = []
     with untouched(training):
-        accumulate(replace(training, beat=beat), [batch], agree_totals([batch], stop_requested=False))
-    training.optimizer.zero_grad(set_to_none=True)
+        for scale in training.scale.trials():
+            trial = replace(training, beat=beat, scale=scale)
+            accumulate(trial, [batch], agree_totals(trial, [batch], stop_requested=False))
+            norms.append(clip(trial))
+            check_clipped(trial, norms[-1])
+            training.optimizer.drop_gradients()
+    check_unscaled(training, norms)
 
 
 def evaluate(training: Training, step: int, record: Recorder, stop: StopRequest) -> bool:

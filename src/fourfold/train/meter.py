@@ -14,7 +14,8 @@ from fourfold.collectives.sums import sum_floats
 from fourfold.data.batch import Batch
 from fourfold.record.writer import JsonLines
 from fourfold.spec.errors import CheckFailed, DataError
-from fourfold.train.checks import check_line
+from fourfold.train.checks import check_line, check_scales
+from fourfold.train.scaler import Scaled
 from fourfold.train.step import LossPair, Totals
 
 
@@ -26,13 +27,16 @@ class _Pending:
     rate: float
     totals: Totals
     tokens: tuple[int, int]
+    scaled: Scaled | None
 
 
 class Meter:
     """Collects steps and writes one line of metrics for each; rank 0 has `lines`, the others None."""
 
-    def __init__(self, lines: JsonLines | None) -> None:
+    def __init__(self, lines: JsonLines | None, counts: bool = True) -> None:
+        """counts: whether this rank speaks for its samples (`Parallel.counts`)."""
         self._lines = lines
+        self._counts = counts
         self._pending: list[_Pending] = []
         self._since = time.perf_counter()
 
@@ -45,31 +49,47 @@ class Meter:
         self._since += seconds
 
     def add(
-        self, step: int, batches: Sequence[Batch], pair: LossPair, norm: Tensor, rate: float, totals: Totals
+        self,
+        step: int,
+        batches: Sequence[Batch],
+        pair: LossPair,
+        norm: Tensor,
+        rate: float,
+        totals: Totals,
+        scaled: Scaled | None = None,
     ) -> None:
-        """One finished step (from 0). Nothing is read from the device here."""
+        """One finished step (from 0). Nothing is read from the device here.
+
+        scaled: under loss scaling, what became of it.
+        """
         tokens = (sum(batch.processed for batch in batches), sum(batch.nonpadding for batch in batches))
-        self._pending.append(_Pending(step, pair, norm, rate, totals, tokens))
+        self._pending.append(_Pending(step, pair, norm, rate, totals, tokens, scaled))
 
     def flush(self) -> dict[str, float] | None:
         """Sum what was collected over ranks and write it; returns the newest line, None if there was nothing.
 
-        Collectives: one all-reduce of four fp64 numbers per collected step, on the CPU.
-        Raises CheckFailed for a line that is not finite, or whose targets are not those of the batches; DataError where
-        a line cannot be written.
+        Collectives: one all-reduce of six fp64 numbers per collected step, on the CPU.
+        Raises CheckFailed for a line that is not finite, or whose targets are not those of the batches, and where ranks
+        scaled or skipped otherwise than the others; DataError where a line cannot be written.
         """
         if not self._pending:
             return None
         steps, self._pending = self._pending, []
         device_part = torch.stack([torch.stack([s.pair.sum, s.pair.count.double()]) for s in steps]).cpu()
         host_part = torch.tensor([s.tokens for s in steps], dtype=torch.float64)
-        summed = sum_floats(torch.cat([device_part, host_part], dim=1)).tolist()
+        own = torch.cat([device_part, host_part], dim=1)
+        if not self._counts:
+            own.zero_()
+        scales = torch.tensor([s.scaled or Scaled(1.0, False) for s in steps], dtype=torch.float64)
+        summed = sum_floats(torch.cat([own, scales], dim=1)).tolist()
         norms = torch.stack([s.norm for s in steps]).tolist()
         now = time.perf_counter()
         step_s = (now - self._since) / len(steps)
         self._since = now
         lines: list[dict[str, float]] = []
-        for pending, norm, (loss_sum, count, processed, nonpadding) in zip(steps, norms, summed, strict=True):
+        for pending, norm, (loss_sum, count, processed, nonpadding, *scaled) in zip(
+            steps, norms, summed, strict=True
+        ):
             line: dict[str, float] = {
                 "step": pending.step + 1,
                 "loss": loss_sum / max(count, 1.0),
@@ -84,9 +104,13 @@ class Meter:
                 "loss_tokens_per_s": count / step_s,
                 "time": time.time(),
             }
+            if pending.scaled is not None:
+                line |= {"scale": pending.scaled.scale, "skipped": int(pending.scaled.skipped)}
             lines.append(line)
             try:
                 check_line(line, pending.totals.count)
+                if pending.scaled is not None:
+                    check_scales(pending.step + 1, pending.scaled, scaled)
             except CheckFailed:  # on every rank: the line that is refused is in the record
                 with suppress(DataError):
                     self._write(lines)

@@ -37,7 +37,7 @@ def observing(training: Training) -> Iterator[None]:
     modes = [(module, module.training) for module in training.model.modules()]
     training.model.eval()
     try:
-        with untouched(training), torch.no_grad():
+        with untouched(training), training.parallel.observing(), torch.no_grad():
             yield
     finally:
         for module, mode in modes:  # not train(): a part that its owner keeps in evaluation mode stays there

@@ -14,13 +14,16 @@ from torch import Tensor
 from fourfold.checkpoint.save import NotSaved
 from fourfold.data.batch import Batch
 from fourfold.launch.stop import StopRequest
+from fourfold.parallel.bytes import held
 from fourfold.parallel.data_parallel import mixes_rows
 from fourfold.plan.run_plan import RunPlan
+from fourfold.plan.state_bytes import Instant
 from fourfold.record.rewind import START, Mark, Marker
 from fourfold.record.run_dir import RunDir
 from fourfold.record.writer import JsonLines
 from fourfold.spec.errors import DataError
 from fourfold.train.meter import Meter
+from fourfold.train.precision import notes
 from fourfold.train.saving import Restored
 from fourfold.train.setup import Training
 from fourfold.train.state import unsaved
@@ -50,6 +53,8 @@ class Recorder:
         self._stop = stop or StopRequest()
         self._stopping: list[str] = []  # what was done, how long after the signal
         self._slowest_s = training.spec.run.grace_s / 2  # a save may take so long without a word
+        self._going = 1  # the step that goes on, from 1
+        self._memory_until = 0  # up to this step, what is held is recorded
 
     def __enter__(self) -> Recorder:
         goes_on = self._training.spec.checkpoint.on_error == "go_on"
@@ -57,8 +62,10 @@ class Recorder:
         self._events = JsonLines(self._run.events(self._rank), hold_bytes)
         self._metrics = JsonLines(self._run.metrics, hold_bytes) if self._rank == 0 else None
         self._story = Story(self._run.log, speaks=self._rank == 0, may_lose=goes_on)
-        self._meter = Meter(self._metrics)
+        self._meter = Meter(self._metrics, self._training.parallel.counts)
         self._event("census", 0, **self._training.census)
+        self._memory("after init", 0)
+        self._training.between = lambda: self._memory("between microbatches", self._going)
         return self
 
     def __exit__(
@@ -78,10 +85,14 @@ class Recorder:
     def started(self, first: int) -> None:
         """The census holds, the mock batch went through: step `first` (from 0) comes next."""
         training = self._training
+        self._going = first + 1
+        self._memory_until = first + 2  # in a run's first step there are no moments before its end
         self._event(
             "start", first, pid=os.getpid(), world=training.joined.rank.world, device=str(training.device)
         )
-        for note in (*self._plan.notes, *training.sources.notes, *_mixing(training), *_unsaved(training)):
+        costs = notes(training.spec, training.parallel.degree, training.device)
+        told = *self._plan.notes, *training.sources.notes, *costs, *_mixing(training), *_unsaved(training)
+        for note in told:
             self.note(note)
         per_epoch, world = training.schedule.steps_per_epoch, training.joined.rank.world
         self._story.say(
@@ -157,7 +168,16 @@ class Recorder:
         """One finished step (from 0); every `run.log_every` steps the metrics are written."""
         ids = [sample for batch in batches for sample in batch.sample_ids.tolist()]
         self._event("step", step + 1, epoch=batches[0].epoch, sample_ids=ids)
-        self._meter.add(step, batches, pair, norm, rate, totals)
+        self._memory("after the step", step + 1)
+        self._going = step + 2
+        scale = self._training.scale
+        self._meter.add(step, batches, pair, norm, rate, totals, scale.last if scale.dynamic else None)
+        if scale.last.skipped:
+            self._event("skipped", step + 1, scale=scale.last.scale, next=scale.value)
+            self.note(
+                f"step {step + 1} makes no update: a gradient overflowed under a loss scale of {scale.last.scale:g}; "
+                f"it is {scale.value:g} now"
+            )
         self._stopping = [f"the ranks agreed after {self._stop.waited_s:.1f} s"] if totals.stop else []
         last = step + 1 == self._plan.steps or totals.stop
         due = last or (step + 1) % self._training.spec.run.log_every == 0
@@ -202,6 +222,14 @@ class Recorder:
                 told += f"; run.grace_s gives {self._training.spec.run.grace_s:g} s to the end of every rank"
             self._story.say(told)
         return ending
+
+    def _memory(self, instant: Instant, step: int) -> None:
+        """What this rank holds by category, while that is asked for: bytes, beside those of the plan."""
+        if step <= self._memory_until:
+            training = self._training
+            self._event(
+                "memory", step, instant=instant, bytes=held(training.parallel, training.optimizer.tensors)
+            )
 
     def _event(self, kind: str, step: int, **values: Any) -> None:
         self._events.write({"t": time.time(), "rank": self._rank, "step": step, "kind": kind, **values})

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fourfold.data.batch import Batch
-from fourfold.models.protocol import LossModule
 from fourfold.models.registry import kit_for
+from fourfold.parallel.narrow import loss_module
 from fourfold.spec.errors import DataError, Problem
 from fourfold.spec.spec import Spec
 from fourfold.train.bundle import SCHEMA
@@ -34,28 +34,29 @@ def replay(folder: Path) -> dict[str, Any]:
     Returns a document: for each microbatch loss sum, the targets that the loss counted and those that are valid; the
     first module whose output, or whose output's gradient, is not finite; the gradient norm of these microbatches;
     whether the failure came again.
-    Raises DataError if the bundle cannot be read, or holds another model's tensors.
+    Raises DataError if the bundle cannot be read, holds parts of parameters, or another model's tensors.
     """
     bundle, tensors = _read(folder)
     spec = Spec.model_validate_json(json.dumps(bundle["spec"]))
+    if bundle.get("boxes"):
+        raise DataError(_in_parts(folder, bundle, spec))
     kit = kit_for(spec)
     dtype = parameter_dtype(spec.precision)
     model = kit.build(spec.run.seed, dtype)
     _put_back(folder, model, tensors)
-    loss_module = LossModule(kit, model)
     device = torch.device("cpu")
+    module = loss_module(kit, model, spec.precision, held=False)
     # The other ranks' counts are not in the bundle: the mean is over this rank's targets.
     count = max(sum(bundle["valid_targets"]), 1)
+    scale = float(bundle.get("loss_scale", 1.0))  # those of before fp16 have none
     rows, error = [], None
     with first_nonfinite(model) as found:
         for index, batch in enumerate(_batches(bundle, tensors)):
             try:
                 with autocast(spec.precision, device):
                     # As the trainer hands them over: in fp64 the vectors are widened too.
-                    loss_sum, targets = loss_module(
-                        batch.to(device, dtype if dtype is torch.float64 else None)
-                    )
-                (loss_sum / count).backward()
+                    loss_sum, targets = module(batch.to(device, dtype if dtype is torch.float64 else None))
+                (loss_sum * (scale / count)).backward()
             except Exception as raised:
                 error = f"{type(raised).__name__}: {raised}"
                 break
@@ -69,6 +70,7 @@ def replay(folder: Path) -> dict[str, Any]:
             )
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))) if gradients else 0.0
+    norm /= scale
     miscounted = any(row["targets"] != row["valid_targets"] for row in rows)
     return {
         "schema": REPLAY_SCHEMA,
@@ -127,6 +129,19 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             )
         ) from error
     return bundle, tensors
+
+
+def _in_parts(folder: Path, bundle: dict[str, Any], spec: Spec) -> Problem:
+    name, (offset, size) = next(iter(bundle["boxes"].items()))
+    asked = {"zero": spec.layout.zero, "tp": spec.layout.tp}
+    cutting = " and ".join(f"layout.{key} = {value}" for key, value in asked.items() if value > (key == "tp"))
+    return Problem(
+        asked=f"replay {folder} on one device",
+        found=f"rank {bundle['rank']}'s part of {len(bundle['boxes'])} parameters: {size} at {offset} of {name} ...",
+        why=f"{cutting} cuts parameters between ranks, and one that fails may ask no other for its part",
+        instead=f"fourfold train SPEC --nproc {bundle['world']} --resume auto  (with the Spec and run.dir of the run: "
+        f"step {bundle['step']} is computed from its last checkpoint again, with the same data and draws)",
+    )
 
 
 def _put_back(folder: Path, model: nn.Module, tensors: dict[str, Tensor]) -> None:

@@ -34,6 +34,7 @@ FREE = frozenset(
     [
         "note",
         "run.dir",
+        "layout.offload_dir",
         "run.log_every",
         "run.validate_every",
         "run.validation_batches",

@@ -64,6 +64,7 @@ def save_state(training: Training, run: RunDir, step: int, batches: Sequence[Bat
         probe_loss=_probe_loss(training, batches).hex(),
         metrics=metrics,
         never_updated=never_updated(training),
+        loss_scale=training.scale.state(),
     )
     return save(tensors_of(training), state.model_dump(mode="json"), run.checkpoints, facts)
 
@@ -85,6 +86,7 @@ def load_state(training: Training, folder: Path) -> Restored:
     others = {
         name for name in manifest.tensors if name.startswith("rank") and not name.startswith(f"rank{rank}.")
     }
+    _restore_scale(training, state, folder)
     tensors = make_room(training, manifest.tensors, state.never_updated)
     leave = allowed(training.spec.checkpoint, manifest.tensors.keys() - others, tensors)
     load(folder, tensors, allow_missing=leave.initial, allow_surplus=[*others, *leave.left_out])
@@ -107,6 +109,15 @@ def _plain_state(folder: Path, told: dict[str, Any]) -> PlainState:
         found = f"probe_loss: {state.probe_loss!r}, no hexadecimal float"
         raise DataError(damaged(folder, STATE, found, why)) from error
     return state
+
+
+def _restore_scale(training: Training, state: PlainState, folder: Path) -> None:
+    if not training.scale.dynamic:
+        return
+    if state.loss_scale is None:
+        why = "fp16 goes on with the scale of its loss: with another one it would skip other steps"
+        raise DataError(damaged(folder, STATE, "loss_scale: missing", why))
+    training.scale.restore(state.loss_scale)
 
 
 def _told(error: ValidationError) -> str:
@@ -182,4 +193,4 @@ def _probe_loss(training: Training, batches: Sequence[Batch]) -> float:
             with autocast(training.spec.precision, training.device):
                 loss_sum, _ = training.loss_module(batch.to(training.device, float_dtype))
             total += loss_sum.double()
-    return float(sum_floats(total)[0])
+    return float(sum_floats(total if training.parallel.counts else torch.zeros_like(total))[0])

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from fourfold.data.loader import Loader
 from fourfold.data.schedule import BatchSchedule
 from fourfold.data.source import Sources, open_sources
 from fourfold.launch.rank import Joined
-from fourfold.models.protocol import LossModule, ModelKit
+from fourfold.models.protocol import BoxedKit, LossModule, ModelKit
 from fourfold.models.registry import kit_for
-from fourfold.parallel.apply import Parallel, parallelize
+from fourfold.parallel.apply import Parallel, is_cut, is_sharded, parallelize
+from fourfold.parallel.initial import fill_boxes
+from fourfold.parallel.narrow import loss_module
+from fourfold.parallel.offload import MappedMoments, home
 from fourfold.spec.spec import Spec
-from fourfold.train.census import check_parameters, check_request
-from fourfold.train.optimizer import build_optimizer
-from fourfold.train.precision import parameter_dtype
+from fourfold.train.census import check_boxes, check_parameters, check_request
+from fourfold.train.optimizer import Optimizer
+from fourfold.train.precision import parameter_dtype, require_device
+from fourfold.train.scaler import LossScale
 from fourfold.train.streams import seed_streams
 
 
@@ -35,9 +41,16 @@ def _no_beat(step: int, phase: str, patient: bool = False) -> None:
     """Nobody watches: no pulse is kept."""
 
 
+def _nobody() -> None:
+    """Nobody wants to be told."""
+
+
 @dataclass(slots=True)
 class Training:
-    """One rank's share of a run. `spec` is settled; `model` is the bare module, `parallel` the spread one."""
+    """One rank's share of a run. `spec` is settled; `model` is the bare module, `parallel` the spread one.
+
+    between: told after the first microbatch of a step that is not its last one.
+    """
 
     spec: Spec
     joined: Joined
@@ -45,12 +58,14 @@ class Training:
     model: nn.Module
     loss_module: LossModule
     parallel: Parallel
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
+    scale: LossScale
     sources: Sources
     schedule: BatchSchedule
     loader: Loader
     census: dict[str, str]
     beat: Beat = field(default=_no_beat)
+    between: Callable[[], None] = field(default=_nobody)
 
     @property
     def device(self) -> torch.device:
@@ -81,6 +96,14 @@ def batch_schedule(spec: Spec, samples: int, degree: int) -> BatchSchedule:
     )
 
 
+def _room_on_disk(
+    spec: Spec, joined: Joined, scratch: Path | None
+) -> Callable[[Mapping[str, Tensor]], MappedMoments]:
+    asked = spec.layout.offload_dir
+    folder = Path(asked) if asked is not None else scratch or Path(gettempdir())
+    return lambda held: MappedMoments(held, folder, joined.rank.rank)
+
+
 @contextmanager
 def open_training(
     spec: Spec,
@@ -88,23 +111,36 @@ def open_training(
     *,
     sources: Sources | None = None,
     beat: Beat = _no_beat,
+    scratch: Path | None = None,
 ) -> Iterator[Training]:
     """Open the data, build the model, spread it, build the optimizer over what is trained; close the loader at the end.
 
-    spec: settled for `joined.rank.world`. sources: opened data, if the caller has it already.
+    spec: settled for `joined.rank.world`. sources: opened data, if the caller has it already. scratch: the folder for
+    what `layout.offload` maps, where the Spec names none; default: the system's for temporary files.
     Collectives: two all-gathers of objects (the census), then those of `parallelize`.
-    Raises DataError or SpecError for data that cannot be trained on, CheckFailed where ranks differ.
+    Raises SpecError for a precision that the device does not have, DataError or SpecError for data that cannot be
+    trained on, CheckFailed where ranks differ, DataError where moments have no room on disk.
     """
+    require_device(spec.precision, joined.device)
     if sources is None:
         sources = open_sources(spec)
     census = check_request(spec, joined.rank, sources.content_hash)
     kit = kit_for(spec)
-    model = kit.build(spec.run.seed, parameter_dtype(spec.precision))
-    census |= check_parameters(model)
-    loss_module = LossModule(kit, model)
-    parallel = parallelize(loss_module, spec.layout, joined.device)
-    seed_streams(spec.run.seed, joined.rank.rank)
-    optimizer = build_optimizer(dict(model.named_parameters()), spec.optimizer)
+    seed, dtype = spec.run.seed, parameter_dtype(spec.precision)
+    held = is_sharded(spec.layout, joined.device)
+    if is_cut(spec.layout) and isinstance(kit, BoxedKit):
+        module = loss_module(kit, kit.skeleton(dtype), spec.precision, held)
+        parallel = parallelize(module, spec.layout, joined.device, spec.precision)
+        fill_boxes(module, kit, seed, home(spec.layout, joined.device))
+        census |= check_boxes(module.module)
+    else:
+        module = loss_module(kit, kit.build(seed, dtype), spec.precision, held)
+        census |= check_parameters(module.module)
+        parallel = parallelize(module, spec.layout, joined.device, spec.precision)
+    model = module.module
+    seed_streams(seed, joined.rank.rank)
+    room = _room_on_disk(spec, joined, scratch) if spec.layout.offload == "disk" else None
+    optimizer = Optimizer(dict(model.named_parameters()), spec.optimizer, room)
     schedule = batch_schedule(spec, len(sources.train), parallel.degree)
     loader = Loader(
         sources.train,
@@ -120,9 +156,10 @@ def open_training(
             joined,
             kit,
             model,
-            loss_module,
+            module,
             parallel,
             optimizer,
+            LossScale(spec.precision),
             sources,
             schedule,
             loader,

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn import Parameter
 
+from fourfold.parallel.clip import as_cut
 from fourfold.record.rewind import Mark
 from fourfold.spec.errors import FourfoldError, Problem
 from fourfold.spec.value import Value
+from fourfold.train.scaler import ScaleState
 from fourfold.train.setup import Training
 from fourfold.train.streams import streams_of
 
@@ -31,12 +31,14 @@ class PlainState(Value):
 
     spec: settled. probe_loss: loss sum of the last step's batch under the saved parameters, as hexadecimal float.
     metrics: up to where metrics.jsonl belongs to this state. never_updated: parameters that have no moments yet.
+    loss_scale: in fp16, of the next step; None in every other precision, and in checkpoints older than fp16.
     """
 
     spec: dict[str, Any]
     probe_loss: str
     metrics: Mark
     never_updated: tuple[str, ...] = Field(strict=False)
+    loss_scale: ScaleState | None = None
 
 
 def tensors_of(training: Training) -> dict[str, Tensor]:
@@ -48,21 +50,17 @@ def tensors_of(training: Training) -> dict[str, Tensor]:
     for name, tensor in (*training.model.named_parameters(), *training.model.named_buffers()):
         held[f"model.{name}"] = tensor.detach()
     for name, parameter in training.named_parameters().items():
-        slots = training.optimizer.state.get(parameter, {})
+        slots = training.optimizer.state_of(name)
         if slots and set(slots) != set(_SLOTS):
             raise FourfoldError(_unknown_state(name, slots))
         for slot, value in slots.items():
-            held[f"optimizer.{name}.{slot}"] = value
+            held[f"optimizer.{name}.{slot}"] = as_cut(value, parameter) if value.ndim else value
     return held | streams_of(training.joined.rank.rank)
 
 
 def never_updated(training: Training) -> tuple[str, ...]:
     """Parameters without moments: frozen ones, and those that took part in no step so far."""
-    return tuple(
-        name
-        for name, parameter in training.named_parameters().items()
-        if not training.optimizer.state.get(parameter)
-    )
+    return tuple(name for name in training.named_parameters() if not training.optimizer.state_of(name))
 
 
 def unsaved(training: Training) -> tuple[str, ...]:
@@ -80,17 +78,10 @@ def make_room(training: Training, names: Collection[str], without: Collection[st
     AdamW makes a parameter's slots when it first updates it. Those that had none (`without`), and those that the
     checkpoint does not know, must not get any; every other one that is trained needs all of its slots.
     """
-    trained = {id(parameter) for group in training.optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in training.named_parameters().items():
-        if id(parameter) in trained and f"model.{name}" in names and name not in without:
-            training.optimizer.state[parameter] = {slot: _slot(parameter, slot) for slot in _SLOTS}
+    for name in training.optimizer.trained:
+        if f"model.{name}" in names and name not in without:
+            training.optimizer.make_state(name)
     return tensors_of(training)
-
-
-def _slot(parameter: Parameter, slot: str) -> Tensor:
-    if slot == "step":
-        return torch.zeros((), dtype=torch.float32, device=parameter.device)
-    return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
 def _unknown_state(name: str, slots: Collection[str]) -> Problem:

@@ -1,5 +1,8 @@
 """One optimizer step, in parts: agree on the totals, accumulate gradients, clip, update.
 
+In fp16 the loss is scaled before backward, and gradients are unscaled at the end of `accumulate`, so before anything
+looks at them; where one is not finite on any rank, no rank updates.
+
 The loss is a pair (sum over valid targets, count of them). Its denominator is the count over all ranks and all
 microbatches of the step, known before the first backward, so that no cut of the global batch changes a gradient.
 """
@@ -14,7 +17,8 @@ from torch import Tensor
 
 from fourfold.collectives.sums import PendingSum, start_sum
 from fourfold.data.batch import Batch
-from fourfold.train.precision import autocast
+from fourfold.parallel.clip import local, scale
+from fourfold.train.precision import autocast, check_loss
 from fourfold.train.schedule import learning_rate
 from fourfold.train.setup import Training
 
@@ -51,13 +55,13 @@ class LossPair:
 
 
 def agree_totals(
-    batches: Sequence[Batch], stop_requested: bool, save_requested: bool = False
+    training: Training, batches: Sequence[Batch], stop_requested: bool, save_requested: bool = False
 ) -> PendingTotals:
     """Start summing the step's valid targets, and the wishes to stop and to save, over ranks.
 
     Collectives: one all-reduce of three integers on the CPU, asynchronous: it runs beside the first forward.
     """
-    count = sum(batch.valid_count() for batch in batches)
+    count = sum(batch.valid_count() for batch in batches) if training.parallel.counts else 0
     return PendingTotals(start_sum([count, int(stop_requested), int(save_requested)]))
 
 
@@ -66,9 +70,10 @@ def accumulate(
 ) -> tuple[LossPair, Totals]:
     """Forward and backward of every microbatch of the step.
 
-    Afterwards each parameter's gradient is that of (global sum / global count), on every rank.
-    Collectives: the gradient reduction of `parallel`, in the last microbatch only.
-    Raises CheckFailed if a gradient was left unreduced.
+    Afterwards each parameter's gradient is that of (global sum / global count), on every rank; what fp16 scaled is
+    unscaled, and `training.scale.skips` says whether any rank has a gradient that is not finite.
+    Collectives: the gradient reduction of `parallel`, in the last microbatch only; that of `LossScale.unscale`.
+    Raises CheckFailed if a gradient was left unreduced, or the model summed its loss in a narrow dtype.
     """
     parallel, spec = training.parallel, training.spec
     float_dtype = training.dtype if training.dtype is torch.float64 else None
@@ -77,17 +82,21 @@ def accumulate(
     for index, batch in enumerate(batches):
         last = index == len(batches) - 1
         training.beat(batch.step + 1, "forward")
-        with parallel.syncing(last), autocast(spec.precision, training.device):
-            loss_sum, count = parallel.module(batch.to(training.device, float_dtype))
-        if totals is None:
-            totals = pending.wait()
-        training.beat(batch.step + 1, "backward")
-        # Data parallel averages over `degree` ranks where the global mean asks for the sum.
-        (loss_sum * (parallel.degree / max(totals.count, 1))).backward()
+        with parallel.microbatch(last):
+            with autocast(spec.precision, training.device):
+                loss_sum, count = parallel.module(batch.to(training.device, float_dtype))
+            if totals is None:
+                totals = pending.wait()
+            training.beat(batch.step + 1, "backward")
+            check_loss(loss_sum)
+            (loss_sum * (parallel.loss_factor * training.scale.value / max(totals.count, 1))).backward()
         sums.append(loss_sum.detach().double())
         counts.append(count)
+        if index == 0 and not last:
+            training.between()
     assert totals is not None, "a step has at least one microbatch"
-    parallel.check_reduced()
+    parallel.finish()
+    training.scale.unscale([local(p.grad) for p in training.model.parameters() if p.grad is not None])
     return LossPair(torch.stack(sums).sum(), torch.stack(counts).sum()), totals
 
 
@@ -99,23 +108,24 @@ def clip(training: Training) -> Tensor:
     The factor is min(1, clip_norm / norm), without the 1e-6 torch adds, so that it equals the textbook's
     (Pascanu et al., arXiv 1211.5063, algorithm 1).
     """
-    gradients = [p.grad for p in training.model.parameters() if p.grad is not None]
-    if not gradients:
-        return torch.zeros((), device=training.device)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    if training.spec.optimizer.clip_norm > 0:
-        # A norm of 0 gives inf, clamped to 1 as well.
-        torch._foreach_mul_(gradients, torch.clamp(training.spec.optimizer.clip_norm / norm, max=1.0))
+    parameters = list(training.model.parameters())
+    norm = training.parallel.norm(parameters, training.device)
+    bound = training.spec.optimizer.clip_norm
+    if bound > 0:
+        scale(parameters, torch.clamp(bound / norm, max=1.0))  # a norm of 0 gives inf, clamped to 1 as well
     return norm
 
 
 def update(training: Training, step: int) -> float:
-    """AdamW with the learning rate of `step` (from 0); gradients are dropped afterwards. Returns the rate."""
+    """AdamW with the learning rate of `step` (from 0); gradients are dropped afterwards. Returns the rate.
+
+    A step that skips changes no parameter, moment or count, and does not decay; the schedule goes on by step.
+    """
     training.beat(step + 1, "update")
     rate = learning_rate(training.spec.optimizer, training.spec.run.steps, step)
-    for group in training.optimizer.param_groups:
-        group["lr"] = rate
-    training.optimizer.step()
-    # None, not zero: a parameter that takes no part in a step has no gradient and is not moved.
-    training.optimizer.zero_grad(set_to_none=True)
+    if training.scale.skips:
+        training.optimizer.drop_gradients()
+    else:
+        training.optimizer.step(training.named_parameters(), rate)
+    training.scale.settle()
     return rate

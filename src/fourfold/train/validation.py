@@ -65,6 +65,6 @@ def validate(
             filled = (batch.sample_ids >= 0).sum()
             sums += torch.stack([loss_sum.double(), count.double(), filled.to(training.device).double()])
     wishes.wait()  # what came with the last batch came too late
-    loss_sum, targets, samples = sum_floats(sums).tolist()
+    loss_sum, targets, samples = sum_floats(sums if parallel.counts else torch.zeros_like(sums)).tolist()
     loss = loss_sum / targets if targets else float("nan")
     return ValidationResult(loss, int(targets), int(samples), time.perf_counter() - start)

@@ -21,6 +21,7 @@ from fourfold.record.lock import at_work
 from fourfold.record.reader import RunReader
 from fourfold.record.run_dir import RunDir
 from fourfold.spec.errors import DataError, Problem, RankFailed, SpecError
+from fourfold.spec.grid import Grid
 from fourfold.spec.rules import require
 from fourfold.spec.settle import data_parallel_degree, settle
 from fourfold.spec.spec import Spec
@@ -29,6 +30,7 @@ from fourfold.verify.deliver import Delivery, deliver
 from fourfold.verify.ledger import RankLedger
 from fourfold.verify.ledger_check import LedgerCheck
 from fourfold.verify.out import open_folder
+from fourfold.verify.peers import one_of_each, one_pass_of_each
 
 TIMEOUT_S = 3600.0  # the longest the asked epochs may take to be read
 
@@ -68,12 +70,17 @@ def verify_coverage(
     except RankFailed as failure:
         check.nothing_came(steps, failure.problems[0].found)
     else:
-        ledgers = [delivery.ledger for delivery in deliveries]
+        every = [delivery.ledger for delivery in deliveries]
+        check.count(every)
+        ledgers = _of_shares(check, every, Grid.of(settled.layout))
         transforms = make_transforms(settled.data.transforms, sources.train.vocabulary)
         check.ledger(ledgers, steps)
         check.denominators(ledgers, sources.train, transforms)
         samples = len(sources.validation) if sources.validation is not None else None
-        check.validation([delivery.validation for delivery in deliveries], samples)
+        passes, differing = one_pass_of_each([d.validation for d in deliveries], Grid.of(settled.layout))
+        if samples is not None and len(passes) < world:
+            check.peers("validation samples", differing)
+        check.validation(passes, samples)
     return check.document(folder, "coverage", settled, world)
 
 
@@ -85,67 +92,82 @@ def run_coverage(path: Path, *, out: Path | None = None, command: str = "") -> d
     """
     reader = RunReader(path)
     spec = reader.spec()
-    degree = data_parallel_degree(spec.layout)
+    grid = Grid.of(spec.layout)
+    degree, world = grid.degree("dp"), grid.world
     sources = open_sources(spec)
     _check_data(reader, sources.content_hash)
     schedule = batch_schedule(spec, len(sources.train), degree)
-    records = [_recorded(reader, rank, schedule) for rank in reader.ranks()]
+    records = [_recorded(reader, rank, schedule, grid) for rank in reader.ranks()]
     if not any(record.by_step for record in records):
         raise DataError(
             Problem(
                 asked=f"the samples that {path} was trained on",
                 found="no step in any of its events",
                 why="coverage of a run is read from what its ranks wrote down",
-                instead=f"fourfold verify coverage {spec.name} --world {degree}",
+                instead=f"fourfold verify coverage {spec.name} --world {world}",
             )
         )
     check = LedgerCheck(schedule, _other_degrees(spec, schedule.samples), command, "this run: ")
     last = max(record.reached for record in records)
     going = not all(record.ending for record in records)
-    if going and len(records) == degree:
+    if going and len(records) == world:
         # Ranks that go on, or died, stand at different steps: only what all of them wrote down can be judged.
         last = min(record.reached for record in records)
     if going or any(record.ending == "stopped" for record in records):
         check.open(*_still_to_come(reader.dir, last, spec.run.steps))
     ledgers = [record.ledger(schedule, last) for record in records]
     told = f"{len(records)} ranks"
-    if going and len(records) < degree:  # the others may not have begun theirs yet
-        check.open("every rank left a record", f"{told} of {degree}", "the same command, when all have begun")
+    if going and len(records) < world:  # the others may not have begun theirs yet
+        check.open("every rank left a record", f"{told} of {world}", "the same command, when all have begun")
         check.count(ledgers)
         _as_scheduled(check, records, schedule, last)
     else:
-        check.fact("every rank left a record", f"{degree} ranks", told, len(records) == degree)
-        _judge(check, reader.dir, records, ledgers, last)
+        check.fact("every rank left a record", f"{world} ranks", told, len(records) == world)
+        _judge(check, reader.dir, records, ledgers, last, grid)
     folder = open_folder(path if out is None else out, spec.name)
-    return check.document(folder, "coverage-of-run", spec, degree)
+    return check.document(folder, "coverage-of-run", spec, world)
 
 
 def _judge(
-    check: LedgerCheck, run: RunDir, records: Sequence[_Record], ledgers: Sequence[RankLedger], last: int
+    check: LedgerCheck,
+    run: RunDir,
+    records: Sequence[_Record],
+    ledgers: Sequence[RankLedger],
+    last: int,
+    grid: Grid,
 ) -> None:
     """The steps up to `last`: all that their ledger says, or, where lines of them are lost, what is left."""
     schedule = check.schedule
-    if lacking := _lacking(records, schedule.degree, last):
+    check.count(ledgers)
+    if lacking := _lacking(records, grid, last):
         measured = "; ".join(
             f"{run.events(rank)} has no line of {_spans(steps)} of rank {rank}: nothing can be said of them"
             for rank, steps in lacking.items()
         )
         check.fact("the record holds every step of every rank", f"steps 1-{last} of each", measured, False)
-        check.count(ledgers)
         _as_scheduled(check, records, schedule, last)
     elif last:
-        check.ledger(ledgers, last)
+        check.ledger(_of_shares(check, ledgers, grid), last)
+
+
+def _of_shares(check: LedgerCheck, ledgers: Sequence[RankLedger], grid: Grid) -> list[RankLedger]:
+    """One ledger for each share of the samples; where several ranks have one share, whether they agree."""
+    shares, differing = one_of_each(ledgers, grid)
+    if grid.world > grid.degree("dp"):
+        check.peers("samples", differing)
+    return shares
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
     """What one rank wrote down.
 
-    by_step: step from 1 -> sample ids; reached: steps that it has done, by its record; ending: "finished", "stopped",
-    or empty while it goes on, and where it died.
+    share: which cut of the global batch is its; by_step: step from 1 -> sample ids; reached: steps that it has done,
+    by its record; ending: "finished", "stopped", or empty while it goes on, and where it died.
     """
 
     rank: int
+    share: int
     by_step: dict[int, list[int]]
     reached: int
     ending: str
@@ -153,12 +175,12 @@ class _Record:
     def ledger(self, schedule: BatchSchedule, last: int) -> RankLedger:
         """The steps recorded up to `last`; where each id stands in the global batch is the schedule's arithmetic."""
         ids = [self.by_step[step] for step in sorted(self.by_step) if step <= last]
-        rows = np.concatenate([schedule.rows(self.rank, micro) for micro in range(schedule.accumulation)])
+        rows = np.concatenate([schedule.rows(self.share, micro) for micro in range(schedule.accumulation)])
         placed = np.asarray(ids, dtype=np.int64).reshape(len(ids), len(rows))
         return RankLedger(self.rank, placed, np.broadcast_to(rows, placed.shape))
 
 
-def _recorded(reader: RunReader, rank: int, schedule: BatchSchedule) -> _Record:
+def _recorded(reader: RunReader, rank: int, schedule: BatchSchedule, grid: Grid) -> _Record:
     """One rank's record from its events."""
     by_step: dict[int, list[int]] = {}
     began, ending = 0, ""
@@ -171,16 +193,16 @@ def _recorded(reader: RunReader, rank: int, schedule: BatchSchedule) -> _Record:
         elif event["kind"] == "step":
             by_step[event["step"]] = event["sample_ids"]
     width = schedule.accumulation * schedule.micro_batch
-    if any(len(ids) != width for ids in by_step.values()) or rank >= schedule.degree:
+    if any(len(ids) != width for ids in by_step.values()) or rank >= grid.world:
         raise DataError(
             Problem(
                 asked=f"{width} sample ids in each step of rank {rank}",
                 found=f"steps with {', '.join(map(str, sorted({len(ids) for ids in by_step.values()})))}",
-                why=f"its Spec says {schedule.degree} ranks, and so many samples on each",
+                why=f"its Spec says {grid.world} ranks, and so many samples on each",
                 instead=f"ls -l {reader.dir.events_dir}",
             )
         )
-    return _Record(rank, by_step, max(by_step, default=began), ending)
+    return _Record(rank, grid.index(rank, "dp"), by_step, max(by_step, default=began), ending)
 
 
 def _still_to_come(run: RunDir, done: int, asked: int) -> tuple[str, str, str]:
@@ -191,12 +213,12 @@ def _still_to_come(run: RunDir, done: int, asked: int) -> tuple[str, str, str]:
     return claim, measured, "the same command, when the run is finished"
 
 
-def _lacking(records: Sequence[_Record], degree: int, last: int) -> dict[int, list[int]]:
+def _lacking(records: Sequence[_Record], grid: Grid, last: int) -> dict[int, list[int]]:
     """By rank the steps that it has done, or that were done without a record of it at all, and of which no line is."""
     known = {record.rank: record for record in records}
     lacking = {}
-    for rank in range(degree):
-        record = known.get(rank, _Record(rank, {}, last, ""))
+    for rank in range(grid.world):
+        record = known.get(rank, _Record(rank, grid.index(rank, "dp"), {}, last, ""))
         steps = [step for step in range(1, min(record.reached, last) + 1) if step not in record.by_step]
         if steps:
             lacking[rank] = steps
@@ -207,7 +229,7 @@ def _as_scheduled(check: LedgerCheck, records: Sequence[_Record], schedule: Batc
     """What an incomplete record still shows: the samples of the steps that are in it."""
     wrong, lines = [], 0
     for record in records:
-        rows = np.concatenate([schedule.rows(record.rank, micro) for micro in range(schedule.accumulation)])
+        rows = np.concatenate([schedule.rows(record.share, micro) for micro in range(schedule.accumulation)])
         for step, ids in sorted(record.by_step.items()):
             if step <= last:
                 lines += 1

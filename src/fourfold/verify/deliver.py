@@ -47,15 +47,21 @@ def deliver(spec: Spec, steps: int) -> Delivery:
 def smallest_model(spec: Spec) -> Spec:
     """The Spec with a model that takes the same data and no memory to speak of: reading asks nothing more of it.
 
-    A user's own model stays as it is.
+    Under tensor parallel each rank has one head. A user's own model stays as it is.
     """
-    model = spec.model
+    model, tp = spec.model, spec.layout.tp
     if isinstance(model, DecoderSpec):
-        small: dict[str, object] = {"layers": 1, "width": 2, "heads": 1, "kv_heads": 1, "ffn_width": 1}
+        small: dict[str, object] = {
+            "layers": 1,
+            "width": 2 * tp,
+            "heads": tp,
+            "kv_heads": tp,
+            "ffn_width": tp,
+        }
         small |= {"head_width": 2, "moe": None, "mla": None, "mtp_layers": 0}
         return spec.model_copy(update={"model": model.model_copy(update=small)})
     if isinstance(model, MlpSpec):
-        return spec.model_copy(update={"model": model.model_copy(update={"hidden": 1, "layers": 1})})
+        return spec.model_copy(update={"model": model.model_copy(update={"hidden": tp, "layers": 1})})
     return spec
 
 

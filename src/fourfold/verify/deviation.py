@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fourfold.record.reader import read_lines
 from fourfold.verify.measure import SMALLEST_SHARE, relative_gap, within
-from fourfold.verify.trace import BATCH, GRADIENT, IDS, LOSS, NORM, REDUCED, STAGES, WEIGHT
+from fourfold.verify.trace import BACKWARD, BATCH, FORWARD, GRADIENT, IDS, LOSS, NORM, REDUCED, STAGES, WEIGHT
 
 # Fingerprints are sums over a row and carry a little more rounding than the values (honest runs: 4e-15 measured).
 TRACE_TOLERANCE = 1e-11
@@ -56,11 +56,18 @@ class Deviation:
 
 @dataclass(slots=True)
 class _Trace:
-    """One file: microbatches by (step, microbatch), stages by step, and where and why the rank raised."""
+    """One file: microbatches by (step, microbatch), stages by step, and where and why the rank raised.
+
+    counts: whether the rank speaks for its samples. output, behind, loss: see `whole.Collectives`.
+    """
 
     micros: dict[tuple[int, int], dict[Key, Values]] = field(default_factory=dict)
     stages: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     failed: tuple[int, str] | None = None
+    counts: bool = True
+    output: Mapping[str, str] = field(default_factory=dict)
+    behind: Mapping[str, str] = field(default_factory=dict)
+    loss: str = ""
 
     def complete(self, step: int, micro: int) -> bool:
         """Whether the rank went beyond this microbatch: what it lacks did not run. Else it may have been killed."""
@@ -102,8 +109,8 @@ def first_deviation(
 ) -> Deviation | None:
     """Compare the trace of each rank with the reference's, in execution order. None if nothing deviates.
 
-    ranks: data-parallel rank -> its trace; rows(rank, micro): the rows of the global batch that it must hold.
-    axes: the mesh axes over which gradients are reduced.
+    ranks: rank -> its trace; rows(rank, micro): the rows of the global batch that it must hold.
+    axes: the mesh axes over which gradients are reduced, where a trace does not say it tensor by tensor.
     """
     expected = _Expected(_read(reference))
     held = {rank: _read(path) if path.exists() else _Trace() for rank, path in ranks.items()}
@@ -139,10 +146,10 @@ def _in_microbatch(
     """The first event, in the reference's order, at which any rank deviates.
 
     What did not run on a rank is put into `absent`: it may be right (a part that these rows do not use), and counts
-    only if values deviate behind it.
+    only if values deviate behind it, before any that agree again.
     """
     usual = _usual_weight(held, step)
-    before: dict[int, str] = {}
+    before: dict[int, Key] = {}
     missing: dict[int, Deviation] = {}
     for key in expected.trace.keys(step):
         for rank, trace in held.items():
@@ -151,20 +158,42 @@ def _in_microbatch(
             if actual is None:
                 ran = key[0] in (LOSS, WEIGHT) or expected.of(step, key, rows[rank]) is not None
                 if ran and trace.complete(step, micro) and rank not in missing:
-                    missing[rank] = _deviation(step, micro, rank, key, inf, before, "it did not run here")
+                    missing[rank] = _deviation(
+                        step, micro, rank, key, inf, before, trace, "it did not run here"
+                    )
                 continue
-            found = _judged(expected, step, key, rows[rank], actual, usual)
-            if found is not None:
-                return missing.get(rank) or _deviation(step, micro, rank, key, found[0], before, found[1])
-            before[rank] = f"{key[0]} of {key[1]}"
+            peer = next(held[p] for p in held if list(rows[p]) == list(rows[rank]))
+            found = _judged(
+                expected, step, key, rows[rank], actual, usual, peer.micros.get((step, micro), {})
+            )
+            if isinstance(found, tuple):
+                return missing.get(rank) or _deviation(
+                    step, micro, rank, key, found[0], before, trace, found[1]
+                )
+            if found:
+                missing.pop(rank, None)
+            before[rank] = key
     absent.extend(missing[rank] for rank in sorted(missing))
     return None
 
 
 def _judged(
-    expected: _Expected, step: int, key: Key, rows: Sequence[int], actual: Values, usual: float
-) -> tuple[float, str] | None:
-    """The gap of one event and what to say of it; None if it agrees, or cannot be compared row by row."""
+    expected: _Expected,
+    step: int,
+    key: Key,
+    rows: Sequence[int],
+    actual: Values,
+    usual: float,
+    peer: Mapping[Key, Values],
+) -> tuple[float, str] | bool:
+    """The gap of one event and what to say of it; True if rows were compared and agree; False if there were none.
+
+    peer: of a rank with the same rows, maybe the same rank: their losses are one.
+    """
+    if key[0] == LOSS and key in peer:
+        gap = max(relative_gap(a, p, 0.0) for a, p in zip(actual.ravel(), peer[key].ravel(), strict=True))
+        sums = f"{actual.ravel()[0]:.12g} in place of {peer[key].ravel()[0]:.12g}"
+        return False if within(gap, TRACE_TOLERANCE) else (gap, f"{sums} on the first rank with these rows")
     if key[0] == WEIGHT:
         # Any common factor is a matter of the reduction; here all shares of the mean must weigh the same.
         weight, count = float(actual.ravel()[0]), _loss([expected.trace], step)[1]
@@ -172,13 +201,13 @@ def _judged(
         note = (
             f"{weight * count:.6g} / global count, where the median is {usual * count:.6g}: all must be alike"
         )
-        return None if within(gap, TRACE_TOLERANCE) else (gap, note)
+        return False if within(gap, TRACE_TOLERANCE) else (gap, note)
     reference = expected.of(step, key, rows)
     if reference is None or not len(actual):
-        return None
+        return False
     gap = relative_gap(actual, reference, expected.scale(step, key))
     if within(gap, TRACE_TOLERANCE):
-        return None
+        return True
     if actual.shape != reference.shape:
         return gap, f"{len(actual)} rows in place of {len(reference)}"
     bound = TRACE_TOLERANCE * SMALLEST_SHARE * expected.scale(step, key)
@@ -193,12 +222,16 @@ def _in_losses(expected: _Expected, held: Mapping[int, _Trace], step: int, last:
     """Sum and count of the loss over all ranks and microbatches, if all of them came to the end."""
     if not all(step in trace.stages for trace in held.values()):
         return None
-    actual, reference = _loss(list(held.values()), step), _loss([expected.trace], step)
+    axis = next((trace.loss for trace in held.values()), "")
+    counting = [trace for trace in held.values() if trace.counts]
+    actual, reference = _loss(counting, step), _loss([expected.trace], step)
     for name, a, r in zip(("the sum", "the count"), actual, reference, strict=True):
         gap = relative_gap(a, r, 0.0)
         if not within(gap, TRACE_TOLERANCE):
             note = f"{a:.12g} in place of {r:.12g}"
-            return Deviation(step + 1, None, None, "loss", f"{name} over valid targets", "", gap, last, note)
+            return Deviation(
+                step + 1, None, None, "loss", f"{name} over valid targets", axis, gap, last, note
+            )
     return None
 
 
@@ -237,7 +270,7 @@ def _in_stages(
                 gaps = {name: float(gap) for name, gap in line["gaps"].items()}
                 name = min(gaps, key=lambda name: place.get(name, len(place)))
                 whose = None if stage == STAGES[0] else rank
-                axis = "×".join(axes) if stage == REDUCED else ""
+                axis = line.get("axes", {}).get(name, "×".join(axes) if stage == REDUCED else "")
                 note = _stage_note(line, name)
                 return Deviation(step + 1, None, whose, stage, name, axis, gaps[name], after, note)
         after = stage if stage == NORM else f"{stage} of every tensor"
@@ -254,11 +287,23 @@ def _stage_note(line: Mapping[str, Any], name: str) -> str:
 
 
 def _deviation(
-    step: int, micro: int, rank: int, key: Key, gap: float, before: Mapping[int, str], note: str
+    step: int,
+    micro: int,
+    rank: int,
+    key: Key,
+    gap: float,
+    before: Mapping[int, Key],
+    trace: _Trace,
+    note: str,
 ) -> Deviation:
     kind, name, call = key
     place = name if call == 0 else f"{name} (call {call + 1})"
-    return Deviation(step + 1, micro, rank, kind, place, "", gap, before.get(rank, ""), note)
+    last = before.get(rank)
+    axis = {FORWARD: trace.output.get(name, ""), LOSS: trace.loss}.get(kind, "")
+    if kind == BACKWARD and last is not None:
+        axis = trace.behind.get(last[1], "") if last[0] == BACKWARD else trace.loss
+    after = "" if last is None else f"{last[0]} of {last[1]}"
+    return Deviation(step + 1, micro, rank, kind, place, axis, gap, after, note)
 
 
 def _pairs(values: Values) -> str:
@@ -282,6 +327,11 @@ def _read(path: Path) -> _Trace:
     for line in read_lines(path):
         if "failed" in line:
             trace.failed = (line["step"], line["failed"])
+        elif "counts" in line:
+            trace.counts = line["counts"]
+            trace.output, trace.behind, trace.loss = (
+                line["collectives"][k] for k in ("output", "behind", "loss")
+            )
         elif "stage" in line:
             trace.stages.setdefault(line["step"], []).append(line)
         else:

@@ -9,6 +9,8 @@ from math import inf
 from fourfold.record.finding import Finding, fact, not_tested
 from fourfold.spec.errors import RankFailed
 from fourfold.spec.spec import Spec
+from fourfold.verify.adversary import sometimes_used
+from fourfold.verify.boxes import uncovered
 from fourfold.verify.deviation import Deviation
 from fourfold.verify.measure import (
     GATE_EPS,
@@ -33,7 +35,8 @@ class Judge:
 
     worst_gate: over loss, gradients, norm and parameters at the gate's eps; worst_own_eps: over parameters at the
     Spec's, None if not run. tensors: by parameter, the worst gap of its gradient and of its final value.
-    first_failed_step: how many steps must run to show the first failure.
+    first_failed_step: how many steps must run to show the first failure. valid: by step, the valid targets of each
+    share of the samples.
     """
 
     command: str
@@ -45,7 +48,7 @@ class Judge:
     first_failed_step: int | None = None
     _rank_failed: bool = False
     _clipped: tuple[int, int] = (0, 0)
-    _valid: list[list[int]] = field(default_factory=list)
+    valid: list[list[int]] = field(default_factory=list)
 
     @property
     def failed(self) -> bool:
@@ -78,6 +81,8 @@ class Judge:
         self._fact("gradient norm of every step, every rank", norms, NORM_TOLERANCE)
         claim = f"every parameter after {len(steps)} AdamW steps, every rank, eps {GATE_EPS:g}"
         self._fact(claim, parameters, PARAMETER_TOLERANCE)
+        self._covered(ranks, reference)
+        self._peers(ranks)
         self.worst_gate = worst(place[0] for place in (*losses, *gradients, *norms, *parameters))
         for kind, places in (("gradient", gradients), ("parameter", parameters)):
             for gap, _, _, name in places:
@@ -85,7 +90,7 @@ class Judge:
                 held[kind] = worst((held.get(kind, 0.0), gap))
         bounds = [p for p in (*losses, *gradients, *norms) if not within(p[0], GRADIENT_TOLERANCE)]
         self.first_failed_step = min((step + 1 for _, step, _, _ in bounds), default=None)
-        self._valid = [[rank.steps[step].valid for rank in ranks] for step in steps]
+        self.valid = [[rank.steps[step].valid for rank in ranks if rank.counts] for step in steps]
 
     def own_eps(self, ranks: Sequence[RankGaps], eps: float) -> None:
         """The final parameters at the Spec's own eps."""
@@ -99,6 +104,19 @@ class Judge:
         """In how many steps the bound acted."""
         acted = sum(step.norm > bound > 0.0 for step in reference.steps)
         self._clipped = (acted, len(reference.steps))
+
+    def sometimes(self, spec: Spec, reference: Reference) -> None:
+        """In an adversarial Spec: whether the part that some rows use is used in some steps, and in others by none."""
+        name = sometimes_used(spec)
+        if name is None:
+            return
+        none = sum(name in step.without_gradient for step in reference.steps)
+        steps = len(reference.steps)
+        claim = "the check is sharp: a parameter is used in some steps, in others by no row on any rank"
+        if 0 < none < steps:
+            self._add(claim, "both", f"without a gradient in {none} of {steps} steps", True)
+        else:
+            self._open(claim, f"without a gradient in {none} of {steps} steps", "more steps: --steps 8")
 
     def rank_failed(self, failure: RankFailed) -> None:
         """A rank raised, died or hung: its error is the finding."""
@@ -122,12 +140,12 @@ class Judge:
         self._add(
             "the check is sharp: clipping acts", "in one step or more", f"in {acted} of {steps}", acted > 0
         )
-        if len(self._valid[0] if self._valid else ()) > 1:
-            unequal = sum(len(set(step)) > 1 for step in self._valid)
+        if len(self.valid[0] if self.valid else ()) > 1:
+            unequal = sum(len(set(step)) > 1 for step in self.valid)
             self._add(
                 "the check is sharp: ranks have unequally many valid targets",
                 "in one step or more",
-                f"in {unequal} of {len(self._valid)}; step 1: {', '.join(map(str, self._valid[0]))}",
+                f"in {unequal} of {len(self.valid)}; step 1: {', '.join(map(str, self.valid[0]))}",
                 unequal > 0,
             )
         accumulation = spec.batch.accumulation or 1
@@ -163,6 +181,40 @@ class Judge:
             not wrong,
         )
 
+    def _covered(self, ranks: Sequence[RankGaps], reference: Reference) -> None:
+        """Each rank judged its own boxes: together they must be everything, by arithmetic on the boxes alone."""
+        shapes = dict(zip(reference.names, reference.shapes, strict=True))
+        left = uncovered(shapes, [rank.boxes for rank in ranks])
+        whole = sum(rank.boxes.get(n) == ranks[0].boxes.get(n) for rank in ranks for n in shapes)
+        cut = "whole on every rank" if whole == len(ranks) * len(shapes) else "cut between the ranks"
+        named = ", ".join(f"{name}: {count:,} elements" for name, count in list(left.items())[:5])
+        self._add(
+            "the boxes of all ranks cover every tensor",
+            "every element is on some rank, and was compared",
+            f"on none: {named}" if left else f"{len(shapes)} tensors covered, {cut}",
+            not left,
+        )
+
+    def _peers(self, ranks: Sequence[RankGaps]) -> None:
+        """Ranks that work on the same samples must have the same loss of them; one of them counts."""
+        speaker = {rank.dp_rank: number for number, rank in enumerate(ranks) if rank.counts}
+        if len(speaker) == len(ranks):
+            return
+        gaps, silent = [], []
+        for number, rank in enumerate(ranks):
+            for step, own in enumerate(rank.steps):
+                if rank.dp_rank not in speaker:
+                    silent.append(number)
+                    continue
+                said = ranks[speaker[rank.dp_rank]].steps[step]
+                gap = relative_gap(own.loss_sum, said.loss_sum, 0.0) if own.valid == said.valid else inf
+                gaps.append((gap, step, number, "loss"))
+        claim = "ranks that work on the same samples report the same loss and targets"
+        if silent:
+            self._add(claim, "one of them counts", f"none counts for rank {silent[0]}", False)
+        else:
+            self._fact(claim, gaps, LOSS_TOLERANCE)
+
     def _fact(self, claim: str, places: Sequence[Place], tolerance: float) -> None:
         """One finding for many gaps, showing the worst."""
         if not places:
@@ -184,8 +236,8 @@ class Judge:
 
 
 def _loss_gap(ranks: Iterable[RankGaps], reference: Reference, step: int) -> float:
-    """The loss of a step over all ranks: their sums over their counts, as they reported them."""
-    shares = [rank.steps[step] for rank in ranks]
+    """The loss of a step over all ranks that count: their sums over their counts, as they reported them."""
+    shares = [rank.steps[step] for rank in ranks if rank.counts]
     loss = sum(share.loss_sum for share in shares) / max(sum(share.valid for share in shares), 1)
     return relative_gap(loss, reference.steps[step].loss, 0.0)
 

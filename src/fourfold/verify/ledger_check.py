@@ -62,7 +62,6 @@ class LedgerCheck:
     def ledger(self, ledgers: Sequence[RankLedger], asked: int) -> None:
         """Everything that sample ids alone can say about `asked` steps."""
         counts = [ledger.steps for ledger in ledgers]
-        self.count(ledgers)
         self.fact(
             "every rank takes the same number of steps",
             f"{asked} on each",
@@ -73,6 +72,16 @@ class LedgerCheck:
         delivered = global_batches(ledgers, self.schedule.global_batch)
         self._order(delivered)
         self._degrees(delivered)
+
+    def peers(self, share: str, differing: Sequence[str]) -> None:
+        """Whether ranks with the same share of the samples were given the same; `differing` says where not."""
+        more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+        self.fact(
+            f"tensor-parallel ranks are given the same {share}",
+            "equal on all ranks of a group",
+            differing[0] + more if differing else "equal",
+            not differing,
+        )
 
     def count(self, ledgers: Sequence[RankLedger]) -> None:
         """What each rank was given, in numbers."""

@@ -39,7 +39,10 @@ CHUNK_ELEMENTS = 2048
 
 @dataclass(frozen=True, slots=True)
 class StepReference:
-    """What one device computed in one step. `norm` and `largest_gradient` are before clipping."""
+    """What one device computed in one step. `norm`, `sizes` and `largest_gradient` are of gradients before clipping.
+
+    sizes: by name, the largest magnitude in each, not finite where one is not; largest_gradient: the largest finite.
+    """
 
     loss: float
     count: int
@@ -47,6 +50,7 @@ class StepReference:
     largest_gradient: float
     without_gradient: frozenset[str]
     rate: float
+    sizes: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,9 @@ class Reference:
     shapes: tuple[tuple[int, ...], ...]
     steps: tuple[StepReference, ...]
     largest_parameter: float
+    written: Mapping[
+        int, Mapping[str, float]
+    ]  # steps whose parameters were kept: the largest magnitude in each
 
     def gradients(self, step: int) -> dict[str, NDArray[np.float64]]:
         """Gradients of `step` (from 0) before clipping; those that have one. Mapped, read-only."""
@@ -69,8 +76,14 @@ class Reference:
 
     def parameters(self, step: int | None = None) -> dict[str, NDArray[np.float64]]:
         """Parameters after `step`, or after the last one. After an earlier one only if every step was kept."""
-        last = len(self.steps) - 1 if step is None else step
-        return dict(self._open(f"parameters-{last}"))
+        return dict(self._open(f"parameters-{self._last(step)}"))
+
+    def parameter_sizes(self, step: int | None = None) -> Mapping[str, float]:
+        """The largest magnitude in each of `parameters(step)`."""
+        return self.written[self._last(step)]
+
+    def _last(self, step: int | None) -> int:
+        return len(self.steps) - 1 if step is None else step
 
     def _open(self, name: str) -> Iterator[tuple[str, NDArray[np.float64]]]:
         flat = np.load(self.folder / f"{name}.npy", mmap_mode="r")
@@ -182,7 +195,7 @@ def run_reference(
         len(source), whole, whole, 1, 1, spec.run.seed, spec.data.shuffle, spec.data.last_batch
     )
     optimizer = TextbookAdamW(parameters, spec.optimizer)
-    results = []
+    results, written = [], {}
     with ExitStack() as stack:
         stack.enter_context(_one_thread())
         tracer = None
@@ -193,7 +206,7 @@ def run_reference(
             rows = whole_batch(spec, source, schedule, step)
             total, count = _loss_and_gradients(module, rows, _rows_of_chunk(rows[0]))
             gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-            _write(folder / f"gradients-{step}.npy", parameters, gradients)
+            sizes = _write(folder / f"gradients-{step}.npy", parameters, gradients)
             norm = global_norm(gradients)
             rate = learning_rate(spec.optimizer, spec.run.steps, step)
             results.append(
@@ -204,12 +217,13 @@ def run_reference(
                     largest_gradient=largest(g.numpy() for g in gradients.values()),
                     without_gradient=frozenset(parameters.keys() - gradients.keys()),
                     rate=rate,
+                    sizes=sizes,
                 )
             )
             optimizer.step(clipped(gradients, norm, spec.optimizer.clip_norm), rate)
             model.zero_grad(set_to_none=True)
             if step + 1 == steps or tracer is not None:
-                _write(folder / f"parameters-{step}.npy", parameters, parameters)
+                written[step] = _write(folder / f"parameters-{step}.npy", parameters, parameters)
             if tracer is not None:
                 tracer.flush()
                 tracer.forget()
@@ -219,6 +233,7 @@ def run_reference(
         shapes=tuple(tuple(p.shape) for p in parameters.values()),
         steps=tuple(results),
         largest_parameter=largest(p.detach().numpy() for p in parameters.values()),
+        written=written,
     )
 
 
@@ -248,7 +263,11 @@ def _rows_of_chunk(row: Batch) -> int:
     return max(1, CHUNK_ELEMENTS // row.inputs.numel())
 
 
-def _write(path: Path, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """All of `values`, flat, in the order of `parameters`; zeros where there is none."""
+def _write(path: Path, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> dict[str, float]:
+    """All of `values`, flat, in the order of `parameters`, zeros where there is none; returns the size of each."""
     flat = [values.get(name, torch.zeros_like(p)).detach().reshape(-1) for name, p in parameters.items()]
     np.save(path, torch.cat(flat).numpy())
+    return {
+        name: float(value.abs().max()) if len(value) else 0.0
+        for name, value in zip(parameters, flat, strict=True)
+    }

@@ -11,24 +11,26 @@ from torch import Tensor
 
 from fourfold.checkpoint.validate import validate
 from fourfold.data.schedule import BatchSchedule
+from fourfold.spec.grid import Grid
 from fourfold.spec.spec import Spec
 from fourfold.train.schedule import learning_rate
 from fourfold.verify.resume_record import Life, Lines, Trail, published
 from fourfold.verify.resume_tensors import StoredTensors, difference, same_bits
 
 IDS, TARGETS, RATE, LOSS, NORM = "sample ids", "tokens and targets", "learning rate", "loss", "gradient norm"
+SCALE = "loss scale"
 PARAMETER, BUFFER, MOMENT, COUNTER = "parameter", "buffer or frozen parameter", "moment", "step counter"
 STREAM, POSITION, PROBE, VALIDATION = "random stream", "data position", "saved probe loss", "validation"
 
 # Of one step, in the order in which they come about.
 KINDS = (
-    *(IDS, TARGETS, RATE, LOSS, NORM),
+    *(IDS, TARGETS, RATE, SCALE, LOSS, NORM),
     *(PARAMETER, BUFFER, MOMENT, COUNTER, STREAM, POSITION, PROBE, VALIDATION),
 )
 
 _IN_STEP = (
     *((TARGETS, key) for key in ("tokens", "nonpadding", "loss_tokens")),
-    *((RATE, "lr"), (LOSS, "loss"), (NORM, "grad_norm")),
+    *((RATE, "lr"), (SCALE, "scale"), (SCALE, "skipped"), (LOSS, "loss"), (NORM, "grad_norm")),
 )
 _IN_VALIDATION = tuple((VALIDATION, f"validation_{what}") for what in ("loss", "tokens", "samples"))
 _SHOWN_IDS = 6
@@ -72,8 +74,9 @@ class Rules:
 
     def ids(self, rank: int, step: int) -> list[int]:
         """Sample ids of the rank's microbatches of `step` (from 1), in order."""
+        part = Grid.of(self.spec.layout).index(rank, "dp")
         micros = range(self.schedule.accumulation)
-        return [i for micro in micros for i in self.schedule.micro_ids(step - 1, rank, micro).tolist()]
+        return [i for micro in micros for i in self.schedule.micro_ids(step - 1, part, micro).tolist()]
 
     def rate(self, step: int) -> float:
         """Learning rate of `step` (from 1)."""
@@ -84,7 +87,7 @@ class Rules:
         found: list[Deviation] = []
         for number, life in enumerate(trail.lives):
             expected = [
-                {step: self.ids(rank, step) for step in life.ids[rank]} for rank in range(self.degree)
+                {step: self.ids(rank, step) for step in by_step} for rank, by_step in enumerate(life.ids)
             ]
             found += self._ids(trail, number, life, expected)
             rates = {step: {"lr": self.rate(step)} for step in life.steps}
@@ -96,10 +99,6 @@ class Rules:
                 place = (trail.life_that_saved(step), step, POSITION, None, "")
                 found.append(Deviation(trail.scenario.title, *place, str(expected_position), str(position)))
         return in_order(found)
-
-    @property
-    def degree(self) -> int:
-        return self.schedule.degree
 
     def compare(self, trail: Trail, undisturbed: Trail) -> list[Deviation]:
         """Where a run deviates from the undisturbed one, in all that both did; in order."""
@@ -131,9 +130,9 @@ class Rules:
 
     def _guess_ids(self, ids: Sequence[int]) -> str:
         for step in range(1, self.spec.run.steps + self.schedule.steps_per_epoch + 1):
-            for rank in range(self.degree):
+            for rank in range(Grid.of(self.spec.layout).world):
                 if self.ids(rank, step) == ids:
-                    of_rank = f", rank {rank}" if self.degree > 1 else ""
+                    of_rank = f", rank {rank}" if self.schedule.degree > 1 else ""
                     return f"those of step {step}{of_rank}"
         return ""
 

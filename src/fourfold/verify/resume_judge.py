@@ -15,7 +15,7 @@ from fourfold.verify.resume_compare import Deviation, Rules
 from fourfold.verify.resume_course import EVERY, Course, Scenario
 from fourfold.verify.resume_record import Trail, leftovers, published, written
 
-_IN_STEPS = (compared.RATE, compared.LOSS, compared.NORM)
+_IN_STEPS = (compared.RATE, compared.SCALE, compared.LOSS, compared.NORM)
 _IN_CHECKPOINTS = compared.KINDS[
     compared.KINDS.index(compared.PARAMETER) : compared.KINDS.index(compared.PROBE) + 1
 ]

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fourfold.data.source import open_sources
 from fourfold.launch.stop import StopRequest
+from fourfold.models.boxes import box_of
+from fourfold.parallel.clip import local
 from fourfold.plan.run_plan import RunPlan
 from fourfold.record.run_dir import RunDir
 from fourfold.spec.errors import FourfoldError
@@ -80,7 +83,7 @@ def look(plan: RunPlan, samples: int) -> Loaded:
     sources = first_samples(open_sources(plan.spec), samples)
     with train_setup.open_training(plan.spec, joined_here(), sources=sources) as training:
         train_loop.warm_up(training)
-        initial = {name: tensor.clone() for name, tensor in train_state.tensors_of(training).items()}
+        initial = {name: local(tensor).clone() for name, tensor in train_state.tensors_of(training).items()}
         refused = ""
         try:
             train_saving.load_state(training, folder)
@@ -99,15 +102,19 @@ def look(plan: RunPlan, samples: int) -> Loaded:
 
 
 def _differing(saved: Tensor, held: Tensor | None) -> Difference | None:
+    """In what this rank holds of it; places are counted within that, if it is a part."""
     if held is None:
         return Difference("", "a tensor", "nothing", "")
-    return None if same_bits(saved, held) else difference(saved, held)
+    if isinstance(held, DTensor) and saved.shape == held.shape:
+        saved = saved[box_of(held).slices]
+    return None if same_bits(saved, local(held)) else difference(saved, local(held))
 
 
 def _note(name: str, held: Tensor | None, stored: StoredTensors, initial: Tensor | None) -> str:
     """What a tensor that was not put back is equal to, if it is something simple."""
     if held is None:
         return "it was not put back"
+    held = local(held)
     if initial is not None and same_bits(held, initial):
         return "it is what a new run begins with: it was not put back"
     if not bool(held.any()):

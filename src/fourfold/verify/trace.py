@@ -4,13 +4,15 @@ A row of the global batch has the same fingerprints however the batch is cut int
 can be compared with a reference that computes all of them together, without moving a tensor. A layer that mixes
 rows, or draws by a row's place in its microbatch, shows as a deviation: it gives a row other values there.
 
+What tensor-parallel ranks hold in parts is made whole first (`whole.py`); a row is then whole on each of them.
+
 A fingerprint is a few fixed pseudo-random projections in fp64: a difference anywhere in a row moves all of them.
 Letters: B rows of the microbatch, P projections.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,9 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fourfold.data.batch import Batch
+from fourfold.parallel.clip import local
 from fourfold.record.writer import JsonLines
+from fourfold.verify.whole import NETWORK, Whole
 
 PROJECTIONS = 3
 
@@ -49,8 +54,8 @@ OWN, REDUCED, NORM, CLIPPED, UPDATED = STAGES = (
 class Event:
     """One thing computed.
 
-    values: [B][P] for batch, forward and backward, or [] where dim 0 is not the batch's; [[sum, count]] of the loss;
-    [[factor]] of the weight; [] of a parameter's gradient.
+    values: [B][P] for batch, forward and backward, or [] where dim 0 is not the batch's or nothing is known of the
+    other ranks' parts; [[sum, count]] of the loss; [[factor]] of the weight; [] of a parameter's gradient.
     call counts the calls of one module within one microbatch (and its outputs, if it has several).
     """
 
@@ -79,15 +84,23 @@ def fingerprint(tensor: Tensor, rows: int) -> list[list[float]]:
 class Tracer:
     """Watches one loss module; hands the events of a microbatch to `sink` when the next one begins, or at `flush`.
 
-    Also keeps, until `forget`, the gradients before any reduction: of each parameter summed over the microbatches of
-    the step (`own`) and of the last one (`last`), and the factor before the loss (`weight`, None without backward).
+    Also keeps, until `forget`, the gradients before any reduction but that inside tensor parallel: of each parameter
+    summed over the microbatches of the step (`own`) and of the last one (`last`); where a tensor-parallel rank has but
+    a part of the sum, that part (`part`); and the factor before the loss (`weight`, None without backward).
     """
 
     def __init__(
-        self, loss_module: nn.Module, model: nn.Module, sink: Callable[[Sequence[Event]], None]
+        self,
+        loss_module: nn.Module,
+        model: nn.Module,
+        sink: Callable[[Sequence[Event]], None],
+        whole: Whole | None = None,
     ) -> None:
         self.own: dict[str, Tensor] = {}
         self.last: dict[str, Tensor] = {}
+        self.part: dict[str, Tensor] = {}
+        self._whole = whole or Whole()
+        self._hooked: dict[int, Tensor] = {}  # kept, so that an id stays its own
         self.weight: float | None = None
         self._sink = sink
         self._events: list[Event] = []
@@ -109,7 +122,7 @@ class Tracer:
 
     def forget(self) -> None:
         """The step is over: its gradients are no longer needed."""
-        self.own, self.last, self.weight = {}, {}, None
+        self.own, self.last, self.part, self.weight = {}, {}, {}, None
 
     def begin(self, batch: Batch) -> None:
         """A microbatch enters the loss module."""
@@ -131,7 +144,8 @@ class Tracer:
     def computed(self, name: str, output: object) -> None:
         """A module returned: note each tensor of its output, and its gradient when backward comes to it."""
         for tensor in _tensors(output):
-            call = self.note(FORWARD, name, fingerprint(tensor, self._rows))
+            known = self._whole.output(name, tensor)
+            call = self.note(FORWARD, name, [] if known is None else fingerprint(known, self._rows))
             if tensor.requires_grad:
                 tensor.register_hook(self._on_gradient(name, call))  # type: ignore[no-untyped-call]
 
@@ -141,13 +155,26 @@ class Tracer:
         if loss_sum.requires_grad:
             loss_sum.register_hook(self._on_weight)  # type: ignore[no-untyped-call]
 
-    def own_gradient(self, name: str) -> Callable[[Tensor], None]:
-        """A hook for a parameter: sees its gradient of one microbatch, summed over all its uses, not yet reduced."""
+    def entering(self, module: nn.Module, names: Mapping[str, str]) -> None:
+        """A module runs: watch what it holds now of each parameter (key -> name), which may be a gathered copy."""
+        if not torch.is_grad_enabled():
+            return
+        for key, parameter in module.named_parameters(recurse=False):
+            if key in names and parameter.requires_grad and id(parameter) not in self._hooked:
+                self._hooked[id(parameter)] = parameter
+                self._handles.append(parameter.register_hook(self._own_gradient(names[key])))  # type: ignore[no-untyped-call]
+
+    def _own_gradient(self, name: str) -> Callable[[Tensor], None]:
+        """Sees a parameter's gradient of one microbatch, summed over all its uses, not yet reduced."""
 
         def hook(gradient: Tensor) -> None:
             self.note(GRADIENT, name, [])
-            self.last[name] = gradient.detach().clone()
-            self.own[name] = self.own[name] + gradient.detach() if name in self.own else self.last[name]
+            known = self._whole.parameter(gradient)
+            if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
+                part = local(gradient)
+                self.part[name] = self.part[name] + part if name in self.part else part.clone()
+            self.last[name] = known.clone()
+            self.own[name] = self.own[name] + known if name in self.own else self.last[name]
 
         return hook
 
@@ -157,13 +184,15 @@ class Tracer:
 
     def _on_gradient(self, name: str, call: int) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
-            self.note(BACKWARD, name, fingerprint(gradient / (self.weight or 1.0), self._rows), call)
+            known = self._whole.gradient(name, gradient)
+            values = [] if known is None else fingerprint(known / (self.weight or 1.0), self._rows)
+            self.note(BACKWARD, name, values, call)
 
         return hook
 
 
 def _watch(tracer: Tracer, loss_module: nn.Module, model: nn.Module) -> Iterator[Any]:
-    """Hooks on the loss module, every module of the model under its bare name, and every parameter once."""
+    """Hooks on the loss module, every module of the model under its bare name, and through it its parameters."""
 
     def enter(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
         tracer.begin(inputs[0])
@@ -173,12 +202,16 @@ def _watch(tracer: Tracer, loss_module: nn.Module, model: nn.Module) -> Iterator
 
     yield loss_module.register_forward_pre_hook(enter)
     yield loss_module.register_forward_hook(leave)
-    for name, module in model.named_modules():
-        label = name or "(the model)"
+    first: dict[int, str] = {}
+    for prefix, module in model.named_modules():
+        label = prefix or NETWORK
+        names = {
+            key: first.setdefault(id(parameter), f"{prefix}.{key}" if prefix else key)
+            for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        }
+        if names:
+            yield module.register_forward_pre_hook(lambda m, _i, names=names: tracer.entering(m, names))
         yield module.register_forward_hook(lambda _m, _i, output, label=label: tracer.computed(label, output))
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            yield parameter.register_hook(tracer.own_gradient(name))  # type: ignore[no-untyped-call]
 
 
 def _tensors(output: object) -> Iterator[Tensor]:
@@ -194,7 +227,9 @@ def _tensors(output: object) -> Iterator[Tensor]:
 
 
 @contextmanager
-def tracing(loss_module: nn.Module, model: nn.Module, lines: JsonLines) -> Iterator[Tracer]:
+def tracing(
+    loss_module: nn.Module, model: nn.Module, lines: JsonLines, whole: Whole | None = None
+) -> Iterator[Tracer]:
     """A Tracer that writes one line for each event: step, micro (counted within the step), kind, name, call, values."""
     seen: dict[int, int] = {}
 
@@ -213,7 +248,7 @@ def tracing(loss_module: nn.Module, model: nn.Module, lines: JsonLines) -> Itera
                 }
             )
 
-    tracer = Tracer(loss_module, model, sink)
+    tracer = Tracer(loss_module, model, sink, whole)
     try:
         yield tracer
     finally:

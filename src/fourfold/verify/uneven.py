@@ -16,10 +16,27 @@ from fourfold.data.order import key_of, mix
 from fourfold.data.sample import Sample, Source
 from fourfold.data.schedule import BatchSchedule
 from fourfold.spec.spec import Spec
+from fourfold.verify.torn import TornSource
 
 # Of the samples, this share loses all its targets; the others keep a share of theirs, from none to all.
 FULLY_MASKED = 0.125
 _SALTS = 64  # masks tried until every step has what the check needs
+
+
+@dataclass(frozen=True, slots=True)
+class Masking:
+    """How the data of a check is made from the Spec's own. torn: see `torn.TornSource`."""
+
+    salt: int
+    torn: bool = False
+
+    def over(self, source: Source) -> UnevenSource:
+        """`source` as the check has it."""
+        return UnevenSource(self.torn_only(source), self.salt)
+
+    def torn_only(self, source: Source) -> Source:
+        """The same without the mask that `salt` chooses."""
+        return TornSource(source) if self.torn else source
 
 
 @dataclass(frozen=True, slots=True)

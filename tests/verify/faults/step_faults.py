@@ -29,9 +29,9 @@ def _accumulate_with(backward: Any, *, syncs: bool = True) -> None:
         sums, counts = [], []
         for index, batch in enumerate(batches):
             last = syncs and index == len(batches) - 1
-            with training.parallel.syncing(last):
+            with training.parallel.microbatch(last):
                 loss_sum, count = training.parallel.module(batch.to(training.device, training.dtype))
-            backward(training, batches, loss_sum, totals)
+                backward(training, batches, loss_sum, totals)
             sums.append(loss_sum.detach())
             counts.append(count)
         return LossPair(torch.stack(sums).sum(), torch.stack(counts).sum()), totals
@@ -71,27 +71,27 @@ def factor_missing() -> None:
 
 def never_synced() -> None:
     """Every microbatch is taken for one before the last: no gradient is ever reduced, and replicas drift."""
-    syncing = Parallel.syncing
-    Parallel.syncing = lambda self, last: syncing(self, False)
+    microbatch = Parallel.microbatch
+    Parallel.microbatch = lambda self, last: microbatch(self, False)
 
 
 def last_microbatch_only() -> None:
     """Gradients are dropped before the last microbatch."""
-    syncing = Parallel.syncing
+    microbatch = Parallel.microbatch
 
     def dropping(self: Parallel, last: bool) -> Any:
         if last:
             self.module.zero_grad(set_to_none=True)
-        return syncing(self, last)
+        return microbatch(self, last)
 
-    Parallel.syncing = dropping
+    Parallel.microbatch = dropping
 
 
 def clipped_before_reduction() -> None:
     """Each rank clips its own gradient; the clipped ones are summed."""
     reduced = step.accumulate
-    syncing = Parallel.syncing
-    Parallel.syncing = lambda self, last: syncing(self, False) if last else nullcontext()
+    microbatch = Parallel.microbatch
+    Parallel.microbatch = lambda self, last: microbatch(self, False) if last else nullcontext()
 
     def accumulate(training: Training, *args: Any) -> Any:
         with training.parallel.module.no_sync():
@@ -131,15 +131,15 @@ def layer_unused_on_rank_1() -> None:
 
 def everything_decays() -> None:
     """Weight decay acts on norms and biases, too."""
-    build = setup.build_optimizer
+    build = setup.Optimizer
 
-    def decaying(parameters: Any, spec: Any) -> torch.optim.Optimizer:
-        optimizer = build(parameters, spec)
-        for group in optimizer.param_groups:
+    def decaying(parameters: Any, spec: Any, *more: Any) -> Any:
+        optimizer = build(parameters, spec, *more)
+        for group in optimizer.adamw.param_groups:
             group["weight_decay"] = spec.weight_decay
         return optimizer
 
-    setup.build_optimizer = decaying
+    setup.Optimizer = decaying
 
 
 def clip_without_effect() -> None:
@@ -181,8 +181,8 @@ def count_of_one_rank() -> None:
     """The denominator is twice rank 0's own count, on every rank: right only where all have equally many."""
     agree = step.agree_totals
 
-    def agreed(batches: Sequence[Batch], stop_requested: bool) -> PendingTotals:
+    def agreed(training: Training, batches: Sequence[Batch], stop_requested: bool) -> PendingTotals:
         shown = batches if dist.get_rank() == 0 else [replace(b, valid=b.valid & False) for b in batches]
-        return agree([*shown, *shown], stop_requested)
+        return agree(training, [*shown, *shown], stop_requested)
 
     step.agree_totals = agreed

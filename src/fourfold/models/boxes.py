@@ -1,0 +1,28 @@
+"""Which box of a tensor this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from fourfold.spec.boxes import Box
+
+
+def box_of(tensor: DTensor) -> Box:
+    """The box of `tensor` that this rank holds; one that is not cut, or a sum of parts, is whole."""
+    return box_in(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+def box_in(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Box:
+    """The same of a tensor of `shape` with one placement for each dim of `mesh`."""
+    size, offset = compute_local_shape_and_global_offset([*shape], mesh, placements)
+    return Box(tuple(offset), tuple(size))
+
+
+def cut_dim(placement: Placement) -> int | None:
+    """The dim that it cuts; None if none. torch's `is_shard` says no to FSDP2's cut of what is cut already."""
+    return placement.dim if isinstance(placement, Shard | _StridedShard) else None

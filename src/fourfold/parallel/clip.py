@@ -1,0 +1,72 @@
+"""The global gradient norm over any mix of meshes: each element counts once, whoever holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from fourfold.models.boxes import cut_dim
+from fourfold.spec.grid import AXES, Grid
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharing its memory."""
+    held = tensor.detach()
+    return held.to_local() if isinstance(held, DTensor) else held
+
+
+def as_cut(value: Tensor, like: Tensor) -> Tensor:
+    """A plain tensor of what this rank holds of `like`, as a tensor cut in the same way; the memory is shared."""
+    if not isinstance(like, DTensor):
+        return value
+    return DTensor.from_local(
+        value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+class GradientNorm:
+    """L2 norm of all gradients together, as one device has it, the same on every rank."""
+
+    def __init__(self, grid: Grid, rank: int) -> None:
+        self._place = grid.coordinate(rank)
+
+    @torch.no_grad()
+    def __call__(self, parameters: Sequence[Parameter], device: torch.device) -> Tensor:
+        """0-dim, fp64 on the CPU and in fp64, else fp32; on the device, not read. 0 without any gradient.
+
+        A gradient counts on the ranks that stand at 0 on every axis that does not cut it: replicated and tied ones
+        once. On the others it counts nothing, which is nan of what is not finite: so that shows wherever it is.
+        Collectives: one all-reduce of one number over the world, if any gradient is cut.
+        """
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        cut = any(isinstance(p, DTensor) for p in parameters)
+        total = torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+        if gradients:
+            squares = torch.stack(torch._foreach_norm([local(g) for g in gradients])).to(total.dtype).square()
+            if cut:
+                squares *= torch.tensor([float(self._counts(g)) for g in gradients], device=device)
+            total += squares.sum()
+        if cut:
+            dist.all_reduce(total)
+        return total.sqrt()
+
+    def _counts(self, gradient: Tensor) -> bool:
+        cutting: set[str] = set()
+        if isinstance(gradient, DTensor):
+            assert not any(p.is_partial() for p in gradient.placements), "parallel.finish() has reduced them"
+            names = gradient.device_mesh.mesh_dim_names or ()
+            cutting = {n for n, p in zip(names, gradient.placements, strict=True) if cut_dim(p) is not None}
+        return all(self._place[axis] == 0 for axis in AXES if axis not in cutting)
+
+
+@torch.no_grad()
+def scale(parameters: Sequence[Parameter], factor: Tensor) -> None:
+    """Multiply every gradient in place. Collectives: none."""
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0]))

@@ -1,0 +1,118 @@
+"""State that is kept elsewhere than on the device: on the CPU, or the optimizer's moments in mapped files.
+
+A mapped file is read and written page by page, as the update goes through it: of moments on disk only what the system
+keeps cached takes memory, and that it gives back when others need it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+from fourfold.plan.state_bytes import ALIGNED_BYTES
+from fourfold.record.problems import is_full
+from fourfold.spec.errors import DataError, Problem
+from fourfold.spec.training import LayoutSpec
+
+SLOTS = ("exp_avg", "exp_avg_sq")  # AdamW's moments, each of the shape of what is updated
+_PREFIX = "moments-rank"
+
+
+def offload_policy(layout: LayoutSpec, device: torch.device) -> OffloadPolicy:
+    """What FSDP2 is told: shards and their gradients on the CPU, where the device is another."""
+    return CPUOffloadPolicy() if home(layout, device) != device else OffloadPolicy()
+
+
+def home(layout: LayoutSpec, device: torch.device) -> torch.device:
+    """Where a rank's own part of the parameters, and with it the moments, is kept."""
+    return torch.device("cpu") if layout.offload == "cpu" else device
+
+
+class MappedMoments:
+    """Room on disk for the moments of what one rank holds, as tensors on the CPU that lie in a file.
+
+    All of it is reserved at once: a disk that has too little room says so here, not in mid-run. The file has no name
+    any more as soon as it is mapped: the system takes it back when the process ends, however it ends.
+    """
+
+    def __init__(self, held: Mapping[str, Tensor], folder: Path, rank: int) -> None:
+        """held: what is updated, by name. folder: made if its parent is there; what a killed run left goes.
+
+        Raises DataError where the folder or the room is not to be had.
+        """
+        self._places: dict[tuple[str, str], tuple[int, Tensor]] = {}
+        end = 0
+        for name, tensor in held.items():
+            for slot in SLOTS:
+                self._places[name, slot] = end, tensor
+                end += -(-tensor.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
+        self.room = _mapped(folder, rank, max(end, ALIGNED_BYTES))  # an empty file cannot be mapped
+
+    def slots(self, name: str) -> dict[str, Tensor]:
+        """The moments of one tensor, as they are: zeros where they were never written."""
+        return {slot: self._slot(name, slot) for slot in SLOTS}
+
+    def _slot(self, name: str, slot: str) -> Tensor:
+        start, like = self._places[name, slot]
+        part = self.room[start : start + like.nbytes]
+        return part.view(like.dtype).view(like.shape)
+
+
+def _mapped(folder: Path, rank: int, size: int) -> Tensor:
+    path = folder / f"{_PREFIX}{rank}-{os.getpid()}"
+    try:
+        if not folder.is_dir():
+            folder.mkdir(exist_ok=True)  # not its parents: a path that is mistyped must not come into being
+        _remove_left(folder, rank)
+        held = _made(path)
+        try:
+            os.posix_fallocate(held, 0, size)
+            return torch.from_file(f"/proc/self/fd/{held}", shared=True, size=size, dtype=torch.uint8)
+        finally:
+            path.unlink(missing_ok=True)
+            os.close(held)
+    except OSError as error:
+        raise _no_room(folder, size, error) from error
+
+
+def _made(path: Path) -> int:
+    """A new file, locked as long as it has a name."""
+    held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    return held
+
+
+def _remove_left(folder: Path, rank: int) -> None:
+    """Files of this rank that nobody has locked: of a run that was killed while it reserved its room."""
+    for path in folder.glob(f"{_PREFIX}{rank}-*"):
+        with suppress(OSError):
+            found = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+            finally:
+                os.close(found)
+
+
+def _no_room(folder: Path, size: int, error: OSError) -> DataError:
+    if is_full(error):
+        instead = f"df -h {folder}  (free some room, or --set layout.offload_dir=ANOTHER/PLACE)"
+    elif not folder.parent.is_dir():
+        instead = f"mkdir -p {folder}, or --set layout.offload_dir=ANOTHER/PLACE"
+    else:
+        instead = f"ls -ld {folder}  (shows who may write there; or --set layout.offload_dir=ANOTHER/PLACE)"
+    return DataError(
+        Problem(
+            asked=f'layout.offload = "disk": {size / 2**20:,.1f} MiB for the moments in {folder}',
+            found=error.strerror or str(error),
+            why="the whole of it is reserved before the first step: a disk that is full later would kill the rank",
+            instead=instead,
+        )
+    )

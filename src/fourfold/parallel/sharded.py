@@ -1,0 +1,173 @@
+"""Data parallel with a sharded state (ZeRO, Rajbhandari et al., arXiv 1910.02054), and replicas beside other axes.
+
+By torch's FSDP2 (`fully_shard`), in units of `layout.wrap` blocks each; what is outside the blocks is one unit more.
+
+  stage 1   moments are sharded: gradients are reduce-scattered once a step, parameters stay whole until its end
+  stage 2   gradients too: reduce-scattered after each microbatch
+  stage 3   parameters too: gathered for each forward and backward of a unit, and dropped after it
+  stage 0   nothing: `replicate`, the same machinery with one all-reduce of gradients once a step
+
+Collectives on "dp_shard" (and an all-reduce of the shards on "dp_replicate", once a step): those all-gathers and
+reductions, started ahead so that they overlap with computation; in each step one more, small, where
+`layout.unused_parameters` is set. Gradients are summed, not averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from fourfold.parallel.mesh import sub_mesh
+from fourfold.parallel.narrow import NarrowReduceScatter, policy
+from fourfold.parallel.offload import offload_policy
+from fourfold.parallel.took_part import TookPart
+from fourfold.spec.errors import CheckFailed, Problem, SpecError
+from fourfold.spec.grid import Grid
+from fourfold.spec.training import LayoutSpec, PrecisionSpec
+
+
+class Sharded:
+    """A network under FSDP2, as a stage of ZeRO."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Sequence[nn.Module],
+        layout: LayoutSpec,
+        device: torch.device,
+        precision: PrecisionSpec,
+    ) -> None:
+        """Wrap `module`, its `blocks` first, in place. Parameters may be on the meta device.
+
+        Raises SpecError where one unit would have more blocks than there are.
+        """
+        self.module = module
+        self._stage = layout.zero
+        self._unused = layout.unused_parameters
+        self._took_part = TookPart(module)
+        self._names = {child: name.removeprefix("module.") for name, child in module.named_modules()}
+        self._offload = offload_policy(layout, device)
+        self._precision = policy(precision)
+        grid = Grid.of(layout)
+        units = in_units(blocks, layout)
+        for unit in units:
+            self._wrap(unit if len(unit) > 1 else unit[0], grid, device)
+        self._wrap(module, grid, device)
+        self._units = [child for child in module.modules() if isinstance(child, FSDPModule)]
+        # FSDP2's groups of parameters: one for each unit, and none for one that has no parameters
+        found = {id(g): g for unit in self._units for g in unit._get_fsdp_state()._fsdp_param_groups}
+        self.groups: tuple[FSDPParamGroup, ...] = tuple(found.values())
+        for wrapped in self._units:
+            wrapped.set_gradient_divide_factor(1.0)
+            wrapped.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+            wrapped.set_reduce_scatter_unused_params(True)
+            if precision.reduce == "bf16":
+                wrapped.set_custom_reduce_scatter(NarrowReduceScatter())
+        if layout.prefetch:
+            _gather_ahead([module, *(unit[0] for unit in units)], layout.prefetch)
+
+    def _wrap(self, unit: nn.Module | list[nn.Module], grid: Grid, device: torch.device) -> None:
+        if self._stage == 0:
+            mesh = sub_mesh(grid, device.type, "dp_replicate")
+            replicate(unit, mesh=mesh, mp_policy=self._precision)
+            return
+        axes = ("dp_replicate", "dp_shard") if grid.dp_replicate > 1 else ("dp_shard",)
+        fully_shard(
+            unit,
+            mesh=sub_mesh(grid, device.type, *axes),
+            reshard_after_forward=self._stage == 3,
+            offload_policy=self._offload,
+            mp_policy=self._precision,
+        )
+
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
+        """Around forward and backward: what is reduced, and what stays gathered, until the last."""
+        root = self.module
+        assert isinstance(root, FSDPModule), "it was wrapped last"
+        self._check_own()
+        root.set_requires_gradient_sync(last or self._stage >= 2)
+        root.set_requires_all_reduce(last)  # of the shards, between replicas
+        root.set_is_last_backward(last)
+        if self._stage in (1, 2):
+            root.set_reshard_after_backward(last)
+        yield
+
+    def rest(self) -> None:
+        """Drop what was gathered; a forward without a backward leaves it, and stages 1 and 2 hold it until then."""
+        for unit in self._units:
+            unit.reshard()
+
+    def finish(self) -> None:
+        """After the last backward: drop the zeros of what took part on no rank."""
+        self._took_part.settle(self.module, self._unused)
+
+    def _check_own(self) -> None:
+        """FSDP2 gathers what it was given, and would put it back in place of what has taken its place since."""
+        strangers = [
+            f"{self._names[module]}.{key}"
+            for group in self.groups
+            if group.is_sharded
+            for own in group.fsdp_params
+            for module, key in places(own)
+            if module._parameters[key] is not own.sharded_param
+        ]
+        if strangers:
+            raise CheckFailed(replaced(strangers))
+
+
+def places(own: FSDPParam) -> list[tuple[nn.Module, str]]:
+    """Where a parameter of FSDP2's stands: in several places if it is tied."""
+    at = own._module_info
+    return [(at.module, at.param_name), *zip(at.shared_modules, at.shared_param_names, strict=True)]
+
+
+def in_units(blocks: Sequence[nn.Module], layout: LayoutSpec) -> list[list[nn.Module]]:
+    """`blocks` by unit of sharding, in order; the last may have fewer. Raises SpecError where a unit has too many."""
+    wrap = layout.wrap
+    if wrap == "model":
+        return []
+    if wrap > max(len(blocks), 1):
+        raise SpecError(
+            Problem(
+                asked=f"layout.wrap = {wrap} with a model of {len(blocks)} blocks",
+                found="fewer blocks than one unit would have",
+                why="a unit has at most all blocks that the model's blocks() names",
+                instead=f"--set layout.wrap={len(blocks)} or --set layout.wrap=model"
+                if blocks
+                else "--set layout.wrap=model",
+            )
+        )
+    return [[*blocks[at : at + wrap]] for at in range(0, len(blocks), wrap)]
+
+
+def _gather_ahead(units: Sequence[nn.Module], ahead: int) -> None:
+    """While a unit computes, the next `ahead` are gathered; in backward, those before it. units: the root first.
+
+    FSDP2 by itself gathers one ahead, in backward; in forward that of the next one begins when its turn comes.
+    """
+    wrapped: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
+    root, *blocks = wrapped
+    for at, unit in enumerate(wrapped):
+        unit.set_modules_to_forward_prefetch(wrapped[at + 1 : at + 1 + ahead])
+    root.set_modules_to_backward_prefetch(blocks[::-1][:ahead])
+    for at, unit in enumerate(blocks):
+        unit.set_modules_to_backward_prefetch(blocks[:at][::-1][:ahead])
+
+
+def replaced(names: Sequence[str]) -> Problem:
+    """Parameters that are not those which the optimizer, or FSDP2, was given."""
+    return Problem(
+        asked="an update of the parameters that the model computes with",
+        found=f"{', '.join(names[:5])} {'was' if len(names) == 1 else 'were'} "
+        "replaced, moved or thawed after the optimizer was built",
+        why="the optimizer would go on updating what is no longer part of the model: nothing would train",
+        instead="change values in place (parameter.copy_), or replace parameters while the model is built",
+    )

@@ -1,0 +1,286 @@
+"""Tensor parallel: parameters cut by the model's sharding table, hooks that make whole what a module takes whole.
+
+Every parameter becomes a DTensor on the "tp" mesh. Between the modules runs one stream of activations, a DTensor that
+is the same on all tp ranks, or, with sequence parallel, cut over tokens (Korthikanti et al., arXiv 2205.05198,
+section 4.2). By the rule of its weight a module
+
+  column, vocabulary   takes the stream whole; its output is cut over the last dim
+  Heads                the same, and its output comes out as this rank's plain tensor
+  row                  takes what is cut over the last dim; its outputs are summed into the stream
+  replicate            takes the stream as it is
+
+as in Shoeybi et al., arXiv 1909.08053, section 3. Collectives, all on "tp": in forward an all-gather (with sequence
+parallel) of what columns take, once for all that take the same, and an all-reduce, or a reduce-scatter, after each row
+and after the embedding; their mirror images in backward. In the first forward two numbers more for each module that is
+whole on every rank and takes a plain tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from fourfold.models.boxes import box_in, box_of
+from fourfold.models.protocol import Heads, ModelKit, Rule, parameter_rules
+from fourfold.spec.boxes import shard_range
+from fourfold.spec.errors import CheckFailed, Problem, SpecError
+
+
+@dataclass(slots=True)
+class _Cut:
+    """How modules are joined: over which ranks, and what the stream between them is.
+
+    last: what was made whole last, as it was then, and what became of it. Several modules take the same (query, key
+    and value): one gathering serves them in forward, and one sum of their gradients in backward.
+    """
+
+    mesh: DeviceMesh
+    sequence: bool
+    last: tuple[Tensor, tuple[int, bool], DTensor] | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.mesh.size()
+
+    def stream(self, x: DTensor) -> DTensor:
+        """`x` [..., T, F] as the stream has it: T cut between the ranks, or all of it on each."""
+        placement: Placement = Shard(x.ndim - 2) if self.sequence and x.ndim > 1 else Replicate()
+        return x.redistribute(self.mesh, [placement])
+
+    def whole(self, x: Tensor) -> DTensor:
+        """`x`, all of it on each rank; a plain tensor is the same on all of them."""
+        state = (x._version, torch.is_grad_enabled())
+        if self.last is not None and self.last[0] is x and self.last[1] == state:
+            return self.last[2]
+        if isinstance(x, DTensor):
+            made = x.redistribute(self.mesh, [Replicate()])
+        else:
+            made = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        self.last = (x, state, made)
+        return made
+
+    def forget(self) -> None:
+        """Hold nothing of a forward that has ended."""
+        self.last = None
+
+
+def tensor_parallel(network: nn.Module, kit: ModelKit, mesh: DeviceMesh, sequence: bool) -> dict[str, Rule]:
+    """Cut `network` in place over the ranks of `mesh` ("tp"); ties stay ties, and values are kept.
+
+    network: whole on this rank, or on the meta device. Returns each module that has parameters, by name, with the
+    rule that it was joined by. Collectives: none here.
+    Raises SpecError for a model without a rule for each parameter, or with a dim that cannot be cut.
+    """
+    rules = parameter_rules(kit, network)
+    cut = _Cut(mesh, sequence)
+    joined: dict[str, Rule] = {}
+    _check(network, rules, cut)
+    made: dict[int, nn.Parameter] = {}
+    first: dict[int, str] = {id(p): name for name, p in network.named_parameters()}
+    for prefix, module in network.named_modules():
+        found: list[Rule] = []
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            rule = rules[first[id(parameter)]]
+            if id(parameter) not in made:
+                made[id(parameter)] = _distributed(parameter, _placement(rule, cut), mesh)
+            module.register_parameter(key, made[id(parameter)])
+            found.append(rule)
+        if found:
+            joined[prefix] = next((r for r in found if r != "replicate"), "replicate")
+            _join(prefix, module, joined[prefix], cut)
+    network.register_forward_hook(partial(_whole_output, cut))
+    return joined
+
+
+@torch.no_grad()
+def sum_partial(network: nn.Module) -> None:
+    """Gradients that each rank has a part of (norms on slices of the sequence) become whole, on every rank.
+
+    Collectives: one all-reduce over "tp" for all of those; what is cut otherwise than its parameter is cut again.
+    """
+    parts: list[tuple[nn.Parameter, DTensor]] = []
+    for parameter in network.parameters():
+        gradient = parameter.grad
+        if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+            continue
+        if gradient.placements == (Partial(),) and parameter.placements == (Replicate(),):
+            parts.append((parameter, gradient))
+        elif gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    if not parts:
+        return
+    mesh = parts[0][1].device_mesh
+    flat = torch.cat([gradient.to_local().reshape(-1) for _, gradient in parts])
+    dist.all_reduce(flat, group=mesh.get_group())
+    sizes = [gradient.numel() for _, gradient in parts]
+    for (parameter, gradient), summed in zip(parts, torch.split(flat, sizes), strict=True):
+        whole = summed.view(gradient.shape)
+        parameter.grad = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+
+
+def _placement(rule: Rule, cut: _Cut) -> Placement:
+    if isinstance(rule, Heads):
+        return Shard(0) if rule.units % cut.ranks == 0 else Replicate()
+    return {"column": Shard(0), "vocabulary": Shard(0), "row": Shard(1), "replicate": Replicate()}[rule]
+
+
+def _distributed(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
+    """This rank's part of a whole parameter, as a DTensor: no rank is asked for anything."""
+    box = box_in(parameter.shape, mesh, [placement])
+    local = parameter.detach()[box.slices].clone(memory_format=torch.contiguous_format)
+    held = DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return nn.Parameter(held, requires_grad=parameter.requires_grad)
+
+
+def _join(name: str, module: nn.Module, rule: Rule, cut: _Cut) -> None:
+    """Hooks (or, for an embedding, a forward of our own) by the rule of the module's weight."""
+    if isinstance(module, nn.Embedding) and rule == "vocabulary":
+        module.forward = partial(_look_up, module, cut)  # type: ignore[method-assign]
+    elif isinstance(module, nn.Embedding):
+        _hook(module, cut.whole, cut.stream)
+    elif isinstance(rule, Heads):
+        _hook(module, cut.whole, _own_units(rule, cut))
+    elif rule in ("column", "vocabulary"):
+        _hook(module, cut.whole, lambda y: y)
+    elif rule == "row":
+        _hook(module, lambda x: _cut_last(x, cut), cut.stream)
+    else:
+        _hook(module, _lifted(name, cut), lambda y: y)
+
+
+def _hook(module: nn.Module, before: Callable[[Any], Any], after: Callable[[DTensor], Tensor]) -> None:
+    module.register_forward_pre_hook(lambda _, args: (before(args[0]), *args[1:]))
+    module.register_forward_hook(lambda _, _args, output: after(output))
+
+
+def _cut_last(x: Tensor, cut: _Cut) -> DTensor:
+    if isinstance(x, DTensor):
+        return x.redistribute(cut.mesh, [Shard(x.ndim - 1)])
+    return DTensor.from_local(x, cut.mesh, [Shard(x.ndim - 1)], run_check=False)
+
+
+def _own_units(rule: Heads, cut: _Cut) -> Callable[[DTensor], Tensor]:
+    """From the projection's output to this rank's whole units of it.
+
+    With fewer units than ranks each rank has computed all of them (the weight is whole on it) and takes the one that
+    its share of the others meets; the gradient of the weight is then the sum over ranks.
+    """
+    if rule.units % cut.ranks == 0:
+        return lambda y: y.to_local()
+    mine = cut.mesh.get_local_rank() * rule.units // cut.ranks
+
+    def take(y: DTensor) -> Tensor:
+        width = y.shape[-1] // rule.units
+        return y.to_local(grad_placements=[Partial()]).narrow(-1, mine * width, width)
+
+    return take
+
+
+def _look_up(module: nn.Embedding, cut: _Cut, tokens: Tensor) -> DTensor:
+    """Rows of a table cut over the vocabulary: each rank has those of its own tokens, and zeros; they are summed."""
+    weight = module.weight
+    assert isinstance(weight, DTensor), "tensor_parallel made it one"
+    box = box_of(weight)
+    rows, start = box.size[0], box.offset[0]
+    table = weight.to_local()
+    at = tokens - start
+    mine = (at >= 0) & (at < rows)
+    found = F.embedding(at.masked_fill(~mine, 0), table) * mine.unsqueeze(-1)
+    return cut.stream(DTensor.from_local(found, cut.mesh, [Partial()], run_check=False))
+
+
+def _lifted(name: str, cut: _Cut) -> Callable[[Any], Any]:
+    """For a module that is whole on every rank: a plain tensor that it is given must be the same on all of them."""
+    seen = False
+
+    def lift(x: Any) -> Any:
+        nonlocal seen
+        if isinstance(x, DTensor) or not isinstance(x, Tensor):
+            return x
+        if not seen:
+            _check_same(name, x, cut)
+            seen = True
+        return cut.whole(x)
+
+    return lift
+
+
+def _check_same(name: str, x: Tensor, cut: _Cut) -> None:
+    mark = x.detach().double().sum().to(x.device)
+    both = torch.stack([mark, -mark])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=cut.mesh.get_group())
+    if float(both[0]) != float(-both[1]):
+        raise CheckFailed(
+            Problem(
+                asked=f'"{name}" whole on every tensor-parallel rank ("replicate")',
+                found="what it is given differs from rank to rank",
+                why="it stands between a Heads module and its row, where each rank computes its own heads: the "
+                "gradient of its weight would be one rank's",
+                instead="use functions without parameters there, or --set layout.tp=1",
+            )
+        )
+
+
+def _whole_output(cut: _Cut, _module: nn.Module, _args: Any, output: Any) -> Any:
+    """The network's output: plain, or, cut over its last dim (logits over the vocabulary), left to the loss."""
+    cut.forget()
+    if not isinstance(output, DTensor) or output.placements[0] == Shard(output.ndim - 1):
+        return output
+    return output.redistribute(output.device_mesh, [Replicate()]).to_local()
+
+
+def _check(network: nn.Module, rules: dict[str, Rule], cut: _Cut) -> None:
+    problems = []
+    if all(rule == "replicate" for rule in rules.values()):
+        problems.append(
+            Problem(
+                asked=f"layout.tp = {cut.ranks}",
+                found="a model whose sharding table cuts nothing",
+                why="tensor parallel would compute everything on every rank",
+                instead="a sharding() that says which Linear is column and which row (docs/own_model.md), or "
+                "--set layout.tp=1",
+            )
+        )
+    parameters = dict(network.named_parameters())
+    for name, rule in rules.items():
+        shape = parameters[name].shape
+        length = shape[1] if rule == "row" and len(shape) > 1 else shape[0] if shape else 1
+        units = rule.units if isinstance(rule, Heads) else length
+        divides = units % cut.ranks == 0 or (isinstance(rule, Heads) and cut.ranks % units == 0)
+        if rule == "vocabulary" and not shard_range(length, cut.ranks, cut.ranks - 1)[1]:
+            problems.append(_no_rows(name, length, cut.ranks))
+        if rule in ("replicate", "vocabulary") or (divides and length % units == 0):
+            continue
+        problems.append(
+            Problem(
+                asked=f"layout.tp = {cut.ranks} with {name} of shape {tuple(shape)}",
+                found=f"{units} parts for {cut.ranks} ranks",
+                why="tensor parallel gives every rank equally many whole parts of a dim",
+                instead="a tp that divides it, or another rule for it in the model's sharding()",
+            )
+        )
+    if problems:
+        raise SpecError(problems)
+
+
+def _no_rows(name: str, rows: int, ranks: int) -> Problem:
+    """Rows need not divide, but torch's loss over a vocabulary that is cut takes no empty part of it."""
+    least = next(n for n in range(rows, rows + ranks * ranks) if shard_range(n, ranks, ranks - 1)[1])
+    return Problem(
+        asked=f"layout.tp = {ranks} with {name} of {rows} rows",
+        found=f"parts of {-(-rows // ranks)} rows, of which the last rank gets none",
+        why="the loss over a vocabulary that is cut needs a part of it on every rank",
+        instead=f"a vocabulary of {least} (the rest is never a target), or a smaller layout.tp",
+    )

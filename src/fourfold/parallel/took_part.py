@@ -1,0 +1,75 @@
+"""Which parameters took part in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fourfold.spec.errors import CheckFailed, Problem
+
+
+class TookPart:
+    """Which parameters took part in a step's backwards: FSDP2 gives the others zeros, and AdamW would move them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Watch every trainable parameter of `module`, which is not wrapped yet."""
+        self._names: dict[tuple[int, str], str] = {}
+        self._used: set[str] = set()
+        self._hooked: dict[int, Any] = {}
+        first: dict[int, str] = {}
+        for prefix, child in module.named_modules():
+            for key, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
+                name = first.setdefault(id(parameter), f"{prefix}.{key}" if prefix else key)
+                if parameter.requires_grad:
+                    self._names[id(child), key] = name
+        owners = {owner for owner, _ in self._names}
+        for child in module.modules():
+            if id(child) in owners:
+                child.register_forward_pre_hook(self._watch)
+
+    def _watch(self, module: nn.Module, _args: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for key, parameter in module.named_parameters(recurse=False):
+            name = self._names.get((id(module), key))
+            if name is not None and id(parameter) not in self._hooked:
+                parameter.register_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
+                self._hooked[id(parameter)] = parameter  # kept, so that its id stays its own
+
+    def _note(self, name: str, _gradient: Tensor) -> None:
+        self._used.add(name)
+
+    def settle(self, module: nn.Module, may_be_unused: bool) -> None:
+        """Forget the step; what took part on no rank has no gradient.
+
+        Collectives: one small all-reduce over the world, if parameters may be unused.
+        """
+        names = sorted(set(self._names.values()))
+        parameters = dict(module.named_parameters())
+        idle = [name for name in names if name not in self._used]
+        if may_be_unused:
+            mask = torch.tensor([name in self._used for name in names], dtype=torch.uint8)
+            dist.all_reduce(mask, op=dist.ReduceOp.MAX)
+            for name, used in zip(names, mask.tolist(), strict=True):
+                if not used:
+                    parameters[name].grad = None
+        self._used.clear()
+        if idle and not may_be_unused:
+            raise CheckFailed(unused([name.removeprefix("module.") for name in idle]))
+
+
+def unused(names: Sequence[str]) -> Problem:
+    """Parameters that took no part in backward."""
+    return Problem(
+        asked="gradients summed over all data-parallel ranks",
+        found="took no part in backward: "
+        + (", ".join(names[:5]) or "parameters of an earlier microbatch only")
+        + (f" and {len(names) - 5} more" if len(names) > 5 else ""),
+        why="with layout.unused_parameters = false every parameter must take part in every step, on every rank",
+        instead="--set layout.unused_parameters=true",
+    )

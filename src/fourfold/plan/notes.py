@@ -1,0 +1,73 @@
+"""What a plan says beside its figures: nothing that forbids the run, all that its user may not expect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fourfold.record.environment import cores
+from fourfold.spec.boxes import shard_range
+from fourfold.spec.model import DecoderSpec, ImportSpec
+from fourfold.spec.spec import Spec
+
+
+def notes_on(spec: Spec, nproc: int) -> tuple[str, ...]:
+    """Notes on the settled `spec` with `nproc` ranks on this machine."""
+    return (
+        *_short_of_warm_up(spec),
+        *_nothing_to_shard(spec),
+        *_nothing_to_move(spec),
+        *_uneven(spec),
+        *_unknown_cut(spec),
+        *_crowded(spec, nproc),
+    )
+
+
+def _short_of_warm_up(spec: Spec) -> Iterator[str]:
+    warmup, steps = spec.optimizer.warmup_steps, spec.run.steps
+    if warmup > steps:
+        yield (
+            f"run.steps = {steps} ends inside the warm-up of {warmup} steps: the learning rate stays below optimizer.lr"
+        )
+
+
+def _nothing_to_shard(spec: Spec) -> Iterator[str]:
+    layout = spec.layout
+    if layout.zero and layout.dp_shard == 1 and layout.cp == 1:
+        yield f"layout.zero = {layout.zero} does nothing with dp_shard = 1: there is one rank to shard over"
+
+
+def _nothing_to_move(spec: Spec) -> Iterator[str]:
+    if spec.layout.offload == "cpu" and spec.hardware.device != "cuda":
+        yield "layout.offload = cpu moves state off a CUDA device: a rank on the CPU holds it there already"
+
+
+def _uneven(spec: Spec) -> Iterator[str]:
+    """Rows of a vocabulary or a sequence that do not divide: the first ranks hold more of them."""
+    layout, model = spec.layout, spec.model
+    if isinstance(model, DecoderSpec) and model.vocabulary % layout.tp:
+        yield f"vocabulary {model.vocabulary} over tp {layout.tp}: {_parts(model.vocabulary, layout.tp)} rows"
+    sequence: int | None = getattr(spec.data, "sequence", None)
+    if sequence is not None and layout.sp and sequence % layout.tp:
+        yield f"sequence {sequence} over tp {layout.tp}: {_parts(sequence, layout.tp)} tokens between its products"
+
+
+def _parts(length: int, ranks: int) -> str:
+    """ "17 and 16": the size of each rank's part, or where there are many how often each occurs."""
+    sizes = [shard_range(length, ranks, rank)[1] for rank in range(ranks)]
+    if ranks <= 4:
+        texts = [str(size) for size in sizes]
+    else:
+        texts = [f"{sizes.count(size)} × {size}" for size in dict.fromkeys(sizes)]
+    return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
+
+
+def _unknown_cut(spec: Spec) -> Iterator[str]:
+    if isinstance(spec.model, ImportSpec) and spec.layout.tp > 1:
+        asked = f"whether tp {spec.layout.tp} cuts this model"
+        yield f"{asked} is known once it is built: its sharding() says (docs/own_model.md)"
+
+
+def _crowded(spec: Spec, nproc: int) -> Iterator[str]:
+    here = cores()
+    if spec.hardware.device != "cuda" and nproc > here:
+        yield f"{nproc} ranks share {here} cores: slower steps, same results (--nproc {here}: a core for each)"

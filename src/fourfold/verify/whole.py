@@ -1,0 +1,127 @@
+"""Makes whole what the ranks of a tensor-parallel group hold in parts, so that it can be held against one device.
+
+Whatever is made whole is a collective on "tp": all ranks of a group must come here in the same order, as their hooks
+do, for they run the same modules on the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fourfold.models.protocol import Heads
+from fourfold.parallel.apply import Parallel
+from fourfold.parallel.mesh import sub_mesh
+
+NETWORK = "(the model)"
+
+
+@dataclass(frozen=True, slots=True)
+class Collectives:
+    """The mesh axis whose collective stands before a value.
+
+    output: of a module; behind: between the gradient of a module's output and the gradient of what it was given;
+    loss: between the last module and the loss. Left out or "" where there is none.
+    """
+
+    output: Mapping[str, str] = field(default_factory=dict)
+    behind: Mapping[str, str] = field(default_factory=dict)
+    loss: str = ""
+
+
+class Whole:
+    """One rank holds everything."""
+
+    collectives = Collectives()
+
+    def output(self, name: str, value: Tensor) -> Tensor | None:  # noqa: ARG002
+        """All of a module's output; None where nothing is known of how the ranks hold it."""
+        return value
+
+    def gradient(self, name: str, value: Tensor) -> Tensor | None:  # noqa: ARG002
+        """All of the gradient of a module's output."""
+        return value
+
+    def parameter(self, gradient: Tensor) -> Tensor:
+        """All of a parameter's gradient, as backward gives it."""
+        return gradient.detach()
+
+
+class TensorParallelWhole(Whole):
+    """The same where ranks hold parts.
+
+    A DTensor says itself how it is held. A `Heads` module gives this rank's own units, or the one that its share of
+    the others meets. Any other plain tensor, but the network's own output, is left out.
+    """
+
+    def __init__(self, parallel: Parallel, sequence: bool) -> None:
+        mesh = sub_mesh(parallel.grid, "cpu", "tp")
+        self._group, self._ranks = mesh.get_group(), mesh.size()
+        self._units = {name: rule.units for name, rule in parallel.joined.items() if isinstance(rule, Heads)}
+        self.collectives = _collectives(parallel, sequence)
+
+    @torch.no_grad()
+    def output(self, name: str, value: Tensor) -> Tensor | None:
+        """See `Whole.output`."""
+        value = value.detach()
+        if isinstance(value, DTensor):
+            return value.full_tensor()
+        if name in self._units:
+            return torch.cat(self._once(name, self._gathered(value)), dim=-1)
+        return value if name == NETWORK else None
+
+    @torch.no_grad()
+    def gradient(self, name: str, value: Tensor) -> Tensor | None:
+        """See `Whole.gradient`; of a unit that several ranks hold each has a part of it."""
+        value = value.detach()
+        if isinstance(value, DTensor) or name not in self._units:
+            return self.output(name, value)
+        parts = self._gathered(value)
+        copies = self._ranks // len(self._once(name, parts))
+        sums = [torch.stack(parts[at : at + copies]).sum(0) for at in range(0, self._ranks, copies)]
+        return torch.cat(sums, dim=-1)
+
+    @torch.no_grad()
+    def parameter(self, gradient: Tensor) -> Tensor:
+        """See `Whole.parameter`; partial sums are added up."""
+        gradient = gradient.detach()
+        return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+    def _gathered(self, value: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(self._ranks)]
+        dist.all_gather(parts, value.contiguous(), group=self._group)
+        return parts
+
+    def _once(self, name: str, parts: list[Tensor]) -> list[Tensor]:
+        """Of ranks that hold the same unit the first: they are neighbours."""
+        return parts[:: max(1, self._ranks // self._units[name])]
+
+
+def whole_of(parallel: Parallel, sequence: bool) -> Whole:
+    """The one that suits the layout. sequence: whether activations are cut over tokens."""
+    return TensorParallelWhole(parallel, sequence) if parallel.grid.tp > 1 else Whole()
+
+
+def _collectives(parallel: Parallel, sequence: bool) -> Collectives:
+    """What `parallel.tensor_parallel` says of each rule."""
+    network, output, behind, loss = parallel.network, {}, {}, ""
+    for name, rule in parallel.joined.items():
+        table = isinstance(network.get_submodule(name), nn.Embedding)
+        if rule == "replicate":
+            continue
+        if rule == "row" or table:
+            output[name] = "tp"
+            if sequence:
+                behind[name] = "tp"
+            continue
+        behind[name] = "tp"
+        if sequence:
+            output[name] = "tp"
+        if rule == "vocabulary":
+            loss = "tp"
+    return Collectives(output, behind, loss)

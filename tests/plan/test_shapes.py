@@ -1,0 +1,60 @@
+"""Names, shapes, blocks and cuts are those of the built model and of its sharding table."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from fourfold.models.decoder import DecoderKit
+from fourfold.models.mlp import MlpKit
+from fourfold.models.protocol import BoxedKit, Heads, Rule, parameter_rules
+from fourfold.plan.parameters import count_parameters
+from fourfold.plan.shapes import Shape, parameter_shapes
+from fourfold.spec.model import DecoderSpec, ImportSpec, MlpSpec, ModelSpec
+
+DECODER = {"kind": "decoder", "layers": 3, "width": 24, "heads": 4, "kv_heads": 2, "vocabulary": 33}
+MODELS = [
+    DECODER,
+    DECODER | {"tied": True, "biases": True},
+    DECODER | {"norm": "layernorm", "positions": "learned", "max_sequence": 10, "ffn": "gelu"},
+    DECODER | {"kv_heads": None, "head_width": 10, "ffn_width": 7},
+    {"kind": "mlp", "layers": 3},
+    {"kind": "mlp", "layers": 2, "biases": False, "inputs": 5, "outputs": 4},
+    {"kind": "mlp", "layers": 1},
+]
+
+
+def cut_of(rule: Rule, ndim: int) -> tuple[int | None, int | None]:
+    """The dim that a rule cuts, and in how many parts it is never cut."""
+    if isinstance(rule, Heads):
+        return 0, rule.units
+    cut = {"column": 0, "vocabulary": 0, "row": 1, "replicate": None}[rule]
+    return (None if cut is not None and cut >= ndim else cut), None
+
+
+@pytest.mark.parametrize("asked", MODELS)
+def test_shapes_are_those_of_the_built_model(asked):
+    spec = TypeAdapter[ModelSpec](ModelSpec).validate_python(asked)
+    assert isinstance(spec, DecoderSpec | MlpSpec)
+    kit: BoxedKit = DecoderKit(spec) if isinstance(spec, DecoderSpec) else MlpKit(spec)
+    network = kit.skeleton(torch.float32)
+    rules, blocks = parameter_rules(kit, network), kit.blocks(network)
+    expected = {}
+    for name, parameter in network.named_parameters():
+        cut, parts = cut_of(rules[name], parameter.ndim)
+        block = next((at for at, prefix in enumerate(blocks) if name.startswith(f"{prefix}.")), None)
+        expected[name] = Shape(tuple(parameter.shape), block, cut, parts)
+    found = parameter_shapes(spec)
+    assert found is not None and dict(found) == expected
+    assert list(found) == list(expected)
+    assert sum(math.prod(shape.size) for shape in found.values()) == count_parameters(spec)
+
+
+def test_what_is_not_known_is_none():
+    moe = {"experts": 4, "top_k": 2}
+    assert parameter_shapes(DecoderSpec.model_validate(DECODER | {"moe": moe})) is None
+    assert parameter_shapes(DecoderSpec.model_validate(DECODER | {"mtp_layers": 1})) is None
+    assert parameter_shapes(ImportSpec(kind="import", target="a:b")) is None

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+
+import pytest
+
+from fourfold.cli.main import main
+from fourfold.spec.errors import SpecError
+from fourfold.spec.layouts import layouts
+from fourfold.spec.load import load_spec
+from fourfold.spec.settle import settle
+from fourfold.verify.case import Ranks, search
+from fourfold.verify.equal import prepared
+from fourfold.verify.every_layout import reduced, settings, verify_every_layout, words
+from fourfold.verify.measure import GATE_EPS, GRADIENT_TOLERANCE, PARAMETER_TOLERANCE
+from fourfold.verify.uneven import sharpened, with_optimizer
+
+
+def legal(spec, world, *wanted):
+    """Those legal layouts of which the words are `wanted`."""
+    found = [layout for layout in layouts(reduced(spec, world)[0], world).legal if words(layout) in wanted]
+    assert len(found) == len(wanted), [
+        words(layout) for layout in layouts(reduced(spec, world)[0], world).legal
+    ]
+    return found
+
+
+@pytest.fixture
+def of_every_axis(spec_file, tmp_path, capsys):
+    """The shipped command on two ranks: each axis alone."""
+    code = main(
+        ["verify", "equal", str(spec_file), "--world", "2", "--all", "--out", str(tmp_path), "--json"]
+    )
+    printed = capsys.readouterr()
+    return code, json.loads(printed.out), printed.err
+
+
+def test_each_axis_alone_on_two_ranks(of_every_axis, tmp_path, capsys):
+    code, document, told = of_every_axis
+    assert (code, document["verdict"], document["count"]) == (0, "pass", 6)
+    assert (document["schema"], document["world"], document["steps"]) == ("fourfold.verify.equal/1", 2, 3)
+    assert 0.0 < document["worst_relative"] < GRADIENT_TOLERANCE
+    names = {layout["words"] for layout in document["layouts"]}
+    assert names == {"dp_replicate 2", *(f"dp_shard 2, zero {z}" for z in (1, 2, 3)), "tp 2", "tp 2, sp"}
+    assert all(layout["seconds"] > 0.0 and layout["accumulation"] == 2 for layout in document["layouts"])
+    assert {refused["family"] for refused in document["refused"]} >= {"dp_shard 2, zero 0"}
+    assert "[6/6] " in told and "pass, worst" in told
+    for forced in (
+        "data.sequence 64 -> 32",
+        "frozen",
+        "two documents",
+        "unused_parameters",
+        "only those rows",
+    ):
+        assert any(forced in change for change in document["changes"]), forced
+    sharp = [f["verdict"] for f in document["findings"] if "the check is sharp" in f["claim"]]
+    assert sharp == ["pass"] * 4
+    assert (tmp_path / "findings" / "equal-layouts.json").exists()
+    one = next(layout for layout in document["layouts"] if layout["words"] == "dp_shard 2, zero 2")
+    code = main([*shlex.split(one["command"])[1:], "--out", str(tmp_path), "--json"])
+    again = json.loads(capsys.readouterr().out)
+    assert (code, again["verdict"], again["adversarial"], again["steps"]) == (0, "pass", True, 3)
+    assert {k: again["layouts"][0][k] for k in ("dp_shard", "zero", "micro_batch", "accumulation")} == {
+        k: one[k] for k in ("dp_shard", "zero", "micro_batch", "accumulation")
+    }
+
+
+def test_two_pairs_on_four_ranks(small, tmp_path):
+    spec = small()
+    pairs = legal(spec, 4, "dp_shard 2 × tp 2, zero 2, sp", "dp_replicate 2 × dp_shard 2, zero 3")
+    document = verify_every_layout(spec, 4, steps=2, only=pairs, out=tmp_path)
+    assert document["verdict"] == "pass", [layout["failed"] for layout in document["layouts"]]
+    assert document["count"] == 2
+
+
+def test_a_layout_that_fails_is_told_from_one_that_does_not(small, tmp_path):
+    said = []
+    document = verify_every_layout(
+        small(),
+        2,
+        steps=2,
+        only=legal(small(), 2, "tp 2", "tp 2, sp"),
+        out=tmp_path,
+        setup="tests.verify.faults.layout_faults:dropout_by_place_in_the_slice",
+        repeat=lambda sets: f"again {' '.join(sets)}",
+        say=said.append,
+    )
+    assert document["verdict"] == "fail"
+    plain, cut = document["layouts"]
+    assert (plain["words"], plain["verdict"], plain["failed"]) == ("tp 2", "pass", [])
+    assert (cut["words"], cut["verdict"]) == ("tp 2, sp", "fail")
+    assert cut["first_deviation"]["place"] == "blocks.0.attention_norm"
+    finding = next(f for f in document["findings"] if f["claim"] == "tp 2, sp")
+    assert "forward of blocks.0.attention_norm" in finding["measured"]
+    assert "layout.sp=true" in finding["command"] and document["first_deviation"] == cut["first_deviation"]
+    assert any("FAIL" in line and "attention_norm" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    "layout", [("layout.tp=2", "layout.sp=true"), ("layout.dp_shard=2", "layout.zero=3")]
+)
+def test_nothing_deviates_in_the_trace_of_a_layout_that_is_right(small, tmp_path, layout):
+    spec, _ = sharpened(settle(small(*layout, "data.sequence=32", "batch.micro_batch=2"), 2))
+    case, _ = prepared(with_optimizer(spec, eps=GATE_EPS), 2, 2, True, ())
+    ranks = Ranks(2, None, 60.0)
+    try:
+        assert search(case.at(tmp_path), ranks, 2, PARAMETER_TOLERANCE) is None
+    finally:
+        ranks.close()
+    for rank in range(2):
+        lines = [
+            json.loads(line) for line in (tmp_path / "trace" / f"rank{rank}.jsonl").read_text().splitlines()
+        ]
+        assert lines[0]["counts"] == (rank == 0 or "layout.tp=2" not in layout)
+        known = {(x["kind"], x["name"]): bool(x["values"]) for x in lines if "kind" in x}
+        for name in (
+            "embedding",
+            "blocks.0.attention.key",
+            "blocks.0.ffn.up",
+            "blocks.1.ffn.down",
+            "(the model)",
+        ):
+            assert known["forward", name] and known["backward", name], name
+        assert [x["stage"] for x in lines if "stage" in x].count("update") == 2
+
+
+def test_a_model_of_another_kind_is_judged_as_it_is(small, tmp_path):
+    mlp = ('model.kind="mlp"', "model.inputs=8", 'data.kind="synthetic"', "data.samples=64")
+    spec = small(*mlp)
+    document = verify_every_layout(spec, 2, steps=2, only=legal(spec, 2, "dp_shard 2, zero 3"), out=tmp_path)
+    assert document["verdict"] == "pass", document["layouts"][0]["failed"]
+    assert not document["adversarial"]
+    assert any(f["claim"] == "the adversarial model" and f["kind"] == "open" for f in document["findings"])
+
+
+def test_requests_without_a_layout(small, tmp_path):
+    with pytest.raises(SpecError, match="every legal layout of 2 ranks"):
+        verify_every_layout(small(), 2, only=(), out=tmp_path)
+    with pytest.raises(SpecError, match="--steps 0"):
+        verify_every_layout(small(), 2, steps=0, out=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_layout_in_words_and_as_settings(small):
+    one = settle(small("layout.dp_shard=2", "layout.zero=3", "layout.tp=2", "layout.sp=true"), 4)
+    assert words(one.layout) == "dp_shard 2 × tp 2, zero 3, sp"
+    assert words(settle(small(), 1).layout) == "one rank"
+    again = settle(small(*settings(one)), 4)
+    assert (again.layout, again.batch) == (one.layout, one.batch)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_every_layout_of_tiny(tmp_path, world):
+    document = verify_every_layout(load_spec("tiny").spec, world, out=tmp_path)
+    print(
+        f"\ntiny on {world} ranks: {document['count']} layouts, worst {document['worst_relative']:.2e}, "
+        f"{document['seconds_per_layout']:.2f} s a layout",
+        file=sys.__stdout__,
+    )
+    assert document["verdict"] == "pass", [one["failed"] for one in document["layouts"] if one["failed"]]
+    assert document["count"] == {2: 6, 4: 17, 8: 32}[world]
+    assert document["worst_relative"] <= GRADIENT_TOLERANCE
