@@ -114,6 +114,12 @@ def test_every_dim_that_cannot_be_cut_is_refused_at_once(ranks):
     assert "first.weight" not in text
 
 
+def test_rules_that_cannot_be_are_refused_at_once(ranks):
+    text = ranks(2).run(tensor_jobs.refusal, "impossible", tp(2))[0]
+    assert "'row' for down.bias" in text and '"down.bias": "replicate"' in text
+    assert "Heads(units=0) for up.weight" in text
+
+
 def test_a_whole_module_between_heads_and_row_is_refused_by_name(ranks):
     told = ranks(2).run(tensor_jobs.refusal, "between", tp(2))
     assert all('"middle"' in text and "differs from rank to rank" in text for text in told)

@@ -105,18 +105,19 @@ def count_in_bf16() -> None:
 
 def never_unscaled() -> None:
     """The scale stays in the gradients."""
-    put(LossScale, "unscale", lambda self, gradients: None)
+    put(LossScale, "unscale", lambda self, gradients, factor=1.0: None)
 
 
 def clipped_before_unscaling() -> None:
     """The bound is held against scaled gradients."""
     keep = step.clip
     unscale = LossScale.unscale
-    put(LossScale, "unscale", lambda self, gradients: None)
+    put(LossScale, "unscale", lambda self, gradients, factor=1.0: None)
 
     def clip(training: Any) -> Tensor:
         norm = keep(training)
-        unscale(training.scale, [local(p.grad) for p in training.model.parameters() if p.grad is not None])
+        held = [local(p.grad) for p in training.model.parameters() if p.grad is not None]
+        unscale(training.scale, held, training.parallel.loss_factor)
         return norm
 
     put(loop, "clip", clip)
@@ -126,8 +127,8 @@ def overflow_ignored() -> None:
     """What is not finite goes into the moments."""
     keep = LossScale.unscale
 
-    def unscale(self: LossScale, gradients: Any) -> None:
-        keep(self, gradients)
+    def unscale(self: LossScale, gradients: Any, factor: float = 1.0) -> None:
+        keep(self, gradients, factor)
         self.skips = False
 
     put(LossScale, "unscale", unscale)

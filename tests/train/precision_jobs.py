@@ -149,10 +149,10 @@ def overflow(where: str, *sets: str) -> dict[str, Any]:
     """Two good steps, and between them one with an Inf of rank 1 alone: in its loss, its backward, or its share."""
     keep = LossScale.unscale
 
-    def planted(scale: LossScale, gradients: Any) -> None:
+    def planted(scale: LossScale, gradients: Any, factor: float = 1.0) -> None:
         if where == "share" and number == 1 and dist.get_rank() == 1:
             gradients[-1].view(-1)[0] = math.nan
-        keep(scale, gradients)
+        keep(scale, gradients, factor)
 
     seen: dict[str, Any] = {"scaled": [], "rates": [], "same": []}
     with opened("precision.compute=fp16", *sets) as training, patch.object(LossScale, "unscale", planted):
@@ -287,11 +287,11 @@ def copy_of_rank_1_overflows() -> None:
     unscale = LossScale.unscale
     calls: dict[LossScale, int] = {}
 
-    def planted(scale: LossScale, gradients: Any) -> None:
+    def planted(scale: LossScale, gradients: Any, factor: float = 1.0) -> None:
         calls[scale] = calls.get(scale, 0) + 1
         if calls[scale] == 2 and dist.get_rank() == 1:
             gradients[0].view(-1)[0] = math.inf
-        unscale(scale, gradients)
+        unscale(scale, gradients, factor)
 
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder, src=0)

@@ -30,6 +30,13 @@ def test_it_divides_by_the_scale_exactly_and_sees_what_is_not_finite():
         assert (scale.last, scale.value) == (Scaled(8.0, True), 4.0)
 
 
+def test_what_comes_after_backward_is_multiplied_in_with_the_unscaling():
+    scale = LossScale(FP16)
+    held = [torch.tensor([24.0])]
+    scale.unscale(held, 2.0)  # two replicas, of which the mean was taken
+    assert held[0].item() == 6.0
+
+
 def test_it_grows_after_good_steps_in_a_row_only():
     scale = LossScale(FP16)
     values = []

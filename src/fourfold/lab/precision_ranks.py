@@ -122,7 +122,8 @@ def clip_before_unscale() -> Iterator[None]:
 
     def clip(training: Training) -> Tensor:
         norm = keep(training)
-        _unscale(training.scale, [local(p.grad) for p in training.model.parameters() if p.grad is not None])
+        held = [local(p.grad) for p in training.model.parameters() if p.grad is not None]
+        _unscale(training.scale, held, training.parallel.loss_factor)
         return norm
 
     with (
@@ -170,10 +171,10 @@ MISTAKES: dict[str, Callable[[], AbstractContextManager[None]]] = {
 }
 
 
-def _unscale(scale: LossScale, gradients: Sequence[Tensor]) -> None:
+def _unscale(scale: LossScale, gradients: Sequence[Tensor], factor: float = 1.0) -> None:
     """Asks nobody."""
     for gradient in gradients:
-        gradient.div_(scale.value)
+        gradient.mul_(factor / scale.value)
     scale.skips = not all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
@@ -181,11 +182,11 @@ def _after_accident(unscale: Any) -> Any:
     """`unscale` where the accident happens."""
     steps: dict[LossScale, int] = {}  # those that are tried before the first step have scales of their own
 
-    def planted(scale: LossScale, gradients: Sequence[Tensor]) -> None:
+    def planted(scale: LossScale, gradients: Sequence[Tensor], factor: float = 1.0) -> None:
         number = steps[scale] = steps.get(scale, -1) + 1
         if number == INF_STEP and dist.get_rank() == INF_RANK:
             gradients[-1].view(-1)[0] = math.inf
-        unscale(scale, gradients)
+        unscale(scale, gradients, factor)
 
     return planted
 

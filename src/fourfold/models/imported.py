@@ -109,8 +109,16 @@ class ImportedKit:
         )
 
     def sharding(self) -> dict[str, Rule]:
-        """See `ModelKit.sharding`."""
-        return self._kit.sharding()
+        """See `ModelKit.sharding`; raises SpecError for what is no table."""
+        table: object = self._kit.sharding()
+        if not isinstance(table, dict):
+            raise _error(
+                self._target,
+                found=f"sharding() returned {_described(table)}",
+                why="it must be a table of patterns of parameter names and their rules",
+                instead='return {"*": "replicate"}',
+            )
+        return table
 
     def blocks(self, module: nn.Module) -> tuple[str, ...]:
         """See `ModelKit.blocks`."""

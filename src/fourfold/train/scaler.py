@@ -65,9 +65,10 @@ class LossScale:
         return tuple(tried)
 
     @torch.no_grad()
-    def unscale(self, gradients: Sequence[Tensor]) -> None:
+    def unscale(self, gradients: Sequence[Tensor], factor: float = 1.0) -> None:
         """Divide reduced gradients by the scale, in place, and see whether any is not finite, on any rank.
 
+        factor: what they are multiplied with besides; before backward it would take as much off fp16's range.
         gradients: what this rank holds, all on one device, none a DTensor. Decided by the elements themselves, not by
         their norm: it looks at each once, and misses none that a rank holds alone, or only should hold in common.
         Collectives: one all-reduce of one number over the world, on the CPU; none where nothing is scaled.
@@ -80,7 +81,7 @@ class LossScale:
             found = found.to(gradients[0].device)
             # What torch's GradScaler calls; the test of this file holds it.
             torch._amp_foreach_non_finite_check_and_unscale_(
-                list(gradients), found, torch.full_like(found, 1.0 / self.value)
+                list(gradients), found, torch.full_like(found, factor / self.value)
             )
         self.skips = bool(sum_floats(found) > 0)
 

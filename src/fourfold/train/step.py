@@ -77,6 +77,8 @@ def accumulate(
     """
     parallel, spec = training.parallel, training.spec
     float_dtype = training.dtype if training.dtype is torch.float64 else None
+    # Under loss scaling it comes after backward: a scale means the same range on every layout.
+    weight, after = (1, parallel.loss_factor) if training.scale.dynamic else (parallel.loss_factor, 1)
     sums, counts = [], []
     totals: Totals | None = None
     for index, batch in enumerate(batches):
@@ -89,14 +91,14 @@ def accumulate(
                 totals = pending.wait()
             training.beat(batch.step + 1, "backward")
             check_loss(loss_sum)
-            (loss_sum * (parallel.loss_factor * training.scale.value / max(totals.count, 1))).backward()
+            (loss_sum * (weight * training.scale.value / max(totals.count, 1))).backward()
         sums.append(loss_sum.detach().double())
         counts.append(count)
         if index == 0 and not last:
             training.between()
     assert totals is not None, "a step has at least one microbatch"
     parallel.finish()
-    training.scale.unscale([local(p.grad) for p in training.model.parameters() if p.grad is not None])
+    training.scale.unscale([local(p.grad) for p in training.model.parameters() if p.grad is not None], after)
     return LossPair(torch.stack(sums).sum(), torch.stack(counts).sum()), totals
 
 
