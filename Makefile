@@ -46,6 +46,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/sample_order.py
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/data_parallel_step.py
+	$(BIN)/python benchmarks/zero3_step.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/restart.py
 

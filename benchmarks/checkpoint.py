@@ -13,25 +13,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paired import interval_of_median
+
 LIMIT = 1.0
 WARM_UP_ROUNDS = 2
-
-
-def interval_of_median(values: Sequence[float], draws: int = 4000) -> tuple[float, float, float]:
-    """Median and its 95 % bootstrap interval."""
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(draws))
-    return statistics.median(values), medians[int(0.025 * draws)], medians[int(0.975 * draws)]
 
 
 def make_tensors(mib: int, kind: str) -> dict[str, Any]:

@@ -10,25 +10,13 @@ interval of the median of the paired ratios; it is to be at most 1.02. Exit code
 
 from __future__ import annotations
 
-import argparse
-import random
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-LIMIT = 1.02
-WARM_UP_STEPS = 6
-
-
-def interval_of_median(values: Sequence[float], draws: int = 4000) -> tuple[float, float, float]:
-    """Median and its 95 % bootstrap interval."""
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(draws))
-    return statistics.median(values), medians[int(0.025 * draws)], medians[int(0.975 * draws)]
+from paired import WARM_UP_STEPS, asked, fourfold_loop, in_turn, judged, told
 
 
 def plain_loop(spec: Any, batches_of_step: list[list[Any]]) -> Callable[[int], None]:
@@ -67,29 +55,8 @@ def plain_loop(spec: Any, batches_of_step: list[list[Any]]) -> Callable[[int], N
     return step
 
 
-def fourfold_loop(training: Any, record: Any, steps: int) -> Callable[[int], None]:
-    """The product's loop body, call for call as in train/loop.py."""
-    from fourfold.train.checks import check_step
-    from fourfold.train.step import accumulate, agree_totals, clip, update
-
-    supply = enumerate(training.loader.steps(0, steps))
-
-    def step(_index: int) -> None:
-        number, batches = next(supply)
-        pending = agree_totals(training, batches, stop_requested=False)
-        pair, totals = accumulate(training, batches, pending)
-        norm = clip(training)
-        check_step(training, batches, pair, norm)
-        rate = update(training, number)
-        record.step(number, batches, pair, norm, rate, totals)
-
-    return step
-
-
 def measure(plan_json: str, run_path: str, pairs: int) -> list[dict[str, float]]:
     """In each rank: seconds of one step of each loop, per round; a round's time is that of the slowest rank."""
-    import torch
-    import torch.distributed as dist
 
     from fourfold.plan.run_plan import RunPlan
     from fourfold.record.run_dir import RunDir
@@ -111,55 +78,24 @@ def measure(plan_json: str, run_path: str, pairs: int) -> list[dict[str, float]]
             "plain": plain_loop(plan.spec, held),
             "plain again": plain_loop(plan.spec, held),
         }
-        times: list[dict[str, float]] = []
-        for index in range(rounds):
-            order = list(loops)
-            order = order[index % 3 :] + order[: index % 3]
-            if index % 2:
-                order.reverse()
-            seconds = dict.fromkeys(loops, 0.0)
-            for name in order:
-                dist.barrier()
-                start = time.perf_counter()
-                loops[name](index)
-                seconds[name] = time.perf_counter() - start
-            slowest = torch.tensor([seconds[name] for name in loops], dtype=torch.float64)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            times.append(dict(zip(loops, slowest.tolist(), strict=True)))
-    return times[WARM_UP_STEPS:]
+        return in_turn(loops, rounds)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--spec", default="small")
-    parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=80)
-    asked = parser.parse_args()
+    words = asked(__doc__)
 
     from fourfold.launch.pool import RankPool
     from fourfold.plan.run_plan import make_run_plan
     from fourfold.record.run_dir import claim
     from fourfold.spec.load import load_spec
 
-    steps = f"run.steps={asked.pairs + WARM_UP_STEPS}"
-    plan = make_run_plan(load_spec(asked.spec, [steps]), asked.nproc, ("benchmark",))
-    with tempfile.TemporaryDirectory() as folder, RankPool(asked.nproc, timeout_s=3600) as pool:
+    steps = f"run.steps={words.pairs + WARM_UP_STEPS}"
+    plan = make_run_plan(load_spec(words.spec, [steps]), words.nproc, ("benchmark",))
+    with tempfile.TemporaryDirectory() as folder, RankPool(words.nproc, timeout_s=3600) as pool:
         run = claim(Path(folder) / "run")
-        times = pool.run(measure, plan.model_dump_json(), str(run.path), asked.pairs)[0]
+        times = pool.run(measure, plan.model_dump_json(), str(run.path), words.pairs)[0]
 
-    print(f"{asked.spec} on {asked.nproc} ranks, {len(times)} rounds; seconds of a step, median")
-    for name in times[0]:
-        print(f"  {name:<12} {statistics.median(t[name] for t in times):.4f}")
-    verdicts = {}
-    for name, over in (("fourfold", "plain"), ("plain again", "plain")):
-        median, low, high = interval_of_median([t[name] / t[over] for t in times])
-        verdicts[name] = low
-        print(f"  {name} / {over}: median {median:.4f}, 95 % interval {low:.4f} to {high:.4f}")
-    passed = verdicts["fourfold"] <= LIMIT
-    print(f"lower end {verdicts['fourfold']:.4f} <= {LIMIT}: {'pass' if passed else 'FAIL'}")
-    return 0 if passed else 3
+    return judged(told(f"{words.spec} on {words.nproc} ranks", times))
 
 
 if __name__ == "__main__":

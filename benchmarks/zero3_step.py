@@ -11,16 +11,13 @@ not train alike: their losses are held against each other after the last step.
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data_parallel_step import LIMIT, WARM_UP_STEPS, fourfold_loop, interval_of_median
+from paired import WARM_UP_STEPS, asked, fourfold_loop, in_turn, judged, told
 
 SAME = 1e-4  # relative, of two losses in fp32 whose sums were taken in another order for so many steps
 
@@ -102,21 +99,7 @@ def measure(plan_json: str, run_path: str, pairs: int) -> tuple[list[dict[str, f
             "plain": Plain(training.spec, held),
             "plain again": Plain(training.spec, held),
         }
-        times: list[dict[str, float]] = []
-        for index in range(rounds):
-            order = list(loops)
-            order = order[index % 3 :] + order[: index % 3]
-            if index % 2:
-                order.reverse()
-            seconds = dict.fromkeys(loops, 0.0)
-            for name in order:
-                dist.barrier()
-                start = time.perf_counter()
-                loops[name](index)
-                seconds[name] = time.perf_counter() - start
-            slowest = torch.tensor([seconds[name] for name in loops], dtype=torch.float64)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            times.append(dict(zip(loops, slowest.tolist(), strict=True)))
+        times = in_turn(loops, rounds)
         losses = {}
         for name, module in (("fourfold", training.parallel.module), ("plain", loops["plain"].model)):  # type: ignore[attr-defined]
             module.eval()
@@ -124,17 +107,11 @@ def measure(plan_json: str, run_path: str, pairs: int) -> tuple[list[dict[str, f
                 total = module(held[0][0])[0].double()
             dist.all_reduce(total)
             losses[name] = float(total)
-    return times[WARM_UP_STEPS:], losses
+    return times, losses
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--spec", default="small")
-    parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=80)
-    asked = parser.parse_args()
+    words = asked(__doc__)
 
     from fourfold.launch.pool import RankPool
     from fourfold.plan.run_plan import make_run_plan
@@ -142,29 +119,20 @@ def main() -> int:
     from fourfold.spec.load import load_spec
 
     sets = [
-        f"run.steps={asked.pairs + WARM_UP_STEPS}",
+        f"run.steps={words.pairs + WARM_UP_STEPS}",
         "layout.zero=3",
         # a constant rate, as the plain loop has it, and no dropout: both see the same samples
         *('optimizer.schedule="constant"', "optimizer.warmup_steps=0", "model.dropout=0.0"),
     ]
-    plan = make_run_plan(load_spec(asked.spec, sets), asked.nproc, ("benchmark",))
-    with tempfile.TemporaryDirectory() as folder, RankPool(asked.nproc, timeout_s=3600) as pool:
+    plan = make_run_plan(load_spec(words.spec, sets), words.nproc, ("benchmark",))
+    with tempfile.TemporaryDirectory() as folder, RankPool(words.nproc, timeout_s=3600) as pool:
         run = claim(Path(folder) / "run")
-        times, losses = pool.run(measure, plan.model_dump_json(), str(run.path), asked.pairs)[0]
+        times, losses = pool.run(measure, plan.model_dump_json(), str(run.path), words.pairs)[0]
 
-    print(f"{asked.spec}, zero 3 on {asked.nproc} ranks, {len(times)} rounds; seconds of a step, median")
-    for name in times[0]:
-        print(f"  {name:<12} {statistics.median(t[name] for t in times):.4f}")
-    verdicts = {}
-    for name, over in (("fourfold", "plain"), ("plain again", "plain")):
-        median, low, high = interval_of_median([t[name] / t[over] for t in times])
-        verdicts[name] = low
-        print(f"  {name} / {over}: median {median:.4f}, 95 % interval {low:.4f} to {high:.4f}")
+    lower_end = told(f"{words.spec}, zero 3 on {words.nproc} ranks", times)
     apart = abs(losses["fourfold"] / losses["plain"] - 1)
     print(f"  losses after the last step: {apart:.1e} apart")
-    passed = verdicts["fourfold"] <= LIMIT and apart <= SAME
-    print(f"lower end {verdicts['fourfold']:.4f} <= {LIMIT}: {'pass' if passed else 'FAIL'}")
-    return 0 if passed else 3
+    return judged(lower_end, alike=apart <= SAME)
 
 
 if __name__ == "__main__":
