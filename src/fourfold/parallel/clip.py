@@ -16,8 +16,10 @@ from fourfold.spec.grid import AXES, Grid
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, sharing its memory."""
-    held = tensor.detach()
-    return held.to_local() if isinstance(held, DTensor) else held
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():  # then it is only looked up; a DTensor's own detach goes through its dispatch
+            tensor = tensor.to_local()
+    return tensor.detach()
 
 
 def as_cut(value: Tensor, like: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +32,14 @@ from fourfold.parallel.took_part import TookPart
 from fourfold.spec.errors import CheckFailed, Problem, SpecError
 from fourfold.spec.grid import Grid
 from fourfold.spec.training import LayoutSpec, PrecisionSpec
+
+
+class _Asked(NamedTuple):
+    """What FSDP2 does in a backward: reduce gradients, all-reduce them between replicas, drop gathered parameters."""
+
+    sync: bool
+    all_reduce: bool
+    drop: bool
 
 
 class Sharded:
@@ -56,6 +65,9 @@ class Sharded:
         self._offload = offload_policy(layout, device)
         self._precision = policy(precision)
         grid = Grid.of(layout)
+        self._replicas = grid.dp_replicate > 1
+        self._asked: _Asked | None = None
+        self._begun = False  # a step, by its first microbatch
         units = in_units(blocks, layout)
         for unit in units:
             self._wrap(unit if len(unit) > 1 else unit[0], grid, device)
@@ -82,7 +94,8 @@ class Sharded:
         fully_shard(
             unit,
             mesh=sub_mesh(grid, device.type, *axes),
-            reshard_after_forward=self._stage == 3,
+            # torch's default keeps the root gathered, for backward begins with it, and drops every other unit
+            reshard_after_forward=None if self._stage == 3 else False,
             offload_policy=self._offload,
             mp_policy=self._precision,
         )
@@ -92,12 +105,21 @@ class Sharded:
         """Around forward and backward: what is reduced, and what stays gathered, until the last."""
         root = self.module
         assert isinstance(root, FSDPModule), "it was wrapped last"
-        self._check_own()
-        root.set_requires_gradient_sync(last or self._stage >= 2)
-        root.set_requires_all_reduce(last)  # of the shards, between replicas
+        if not self._begun:
+            self._check_own()
+            self._begun = True
+        asked = _Asked(
+            sync=last or self._stage >= 2,
+            all_reduce=last or not self._replicas,
+            drop=last or self._stage not in (1, 2),
+        )
+        if asked != self._asked:  # each of these walks over all modules
+            root.set_requires_gradient_sync(asked.sync)
+            root.set_requires_all_reduce(asked.all_reduce)
+            if self._stage in (1, 2):
+                root.set_reshard_after_backward(asked.drop)
+            self._asked = asked
         root.set_is_last_backward(last)
-        if self._stage in (1, 2):
-            root.set_reshard_after_backward(last)
         yield
 
     def rest(self) -> None:
@@ -107,6 +129,7 @@ class Sharded:
 
     def finish(self) -> None:
         """After the last backward: drop the zeros of what took part on no rank."""
+        self._begun = False
         self._took_part.settle(self.module, self._unused)
 
     def _check_own(self) -> None:

@@ -27,6 +27,7 @@ class TookPart:
                 name = first.setdefault(id(parameter), f"{prefix}.{key}" if prefix else key)
                 if parameter.requires_grad:
                     self._names[id(child), key] = name
+        self._trained = sorted(set(self._names.values()))  # the same order on every rank
         owners = {owner for owner, _ in self._names}
         for child in module.modules():
             if id(child) in owners:
@@ -35,9 +36,9 @@ class TookPart:
     def _watch(self, module: nn.Module, _args: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        for key, parameter in module.named_parameters(recurse=False):
+        for key, parameter in module._parameters.items():  # in every forward: named_parameters takes far longer
             name = self._names.get((id(module), key))
-            if name is not None and id(parameter) not in self._hooked:
+            if name is not None and parameter is not None and id(parameter) not in self._hooked:
                 parameter.register_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
                 self._hooked[id(parameter)] = parameter  # kept, so that its id stays its own
 
@@ -49,12 +50,12 @@ class TookPart:
 
         Collectives: one small all-reduce over the world, if parameters may be unused.
         """
-        names = sorted(set(self._names.values()))
-        parameters = dict(module.named_parameters())
+        names = self._trained
         idle = [name for name in names if name not in self._used]
         if may_be_unused:
             mask = torch.tensor([name in self._used for name in names], dtype=torch.uint8)
             dist.all_reduce(mask, op=dist.ReduceOp.MAX)
+            parameters = dict(module.named_parameters())
             for name, used in zip(names, mask.tolist(), strict=True):
                 if not used:
                     parameters[name].grad = None

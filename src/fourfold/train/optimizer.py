@@ -43,6 +43,7 @@ class Optimizer:
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._lies = {name: local(p).data_ptr() for name, p in self._parameters.items()}
         self._held = {name: _held(p, room is not None) for name, p in self._parameters.items()}
+        self._copied = [name for name, p in self._parameters.items() if p.device != self._held[name].device]
         self._mapped = room(self._held) if room is not None else None
         trained = self._parameters.items()
         groups = [
@@ -85,10 +86,9 @@ class Optimizer:
     @torch.no_grad()
     def _copy(self, to_held: bool) -> None:
         """Between parameters on a device and what is updated on the CPU in their place, if anything is."""
-        for name, held in self._held.items():
-            own = local(self._parameters[name])
-            if own.device != held.device:
-                (held if to_held else own).copy_(own if to_held else held)
+        for name in self._copied:
+            own, held = local(self._parameters[name]), self._held[name]
+            (held if to_held else own).copy_(own if to_held else held)
 
     def drop_gradients(self) -> None:
         """None, not zero: a parameter that takes no part in a step has no gradient and is not moved."""

@@ -98,7 +98,9 @@ def accumulate(
             training.between()
     assert totals is not None, "a step has at least one microbatch"
     parallel.finish()
-    training.scale.unscale([local(p.grad) for p in training.model.parameters() if p.grad is not None], after)
+    if training.scale.dynamic:
+        held = [local(p.grad) for p in training.model.parameters() if p.grad is not None]
+        training.scale.unscale(held, after)
     return LossPair(torch.stack(sums).sum(), torch.stack(counts).sum()), totals
 
 
