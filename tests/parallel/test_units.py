@@ -119,14 +119,14 @@ def test_a_parameter_replaced_after_the_optimizer_was_built_is_refused(ranks, la
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_after_a_forward_the_optimizer_still_gets_what_the_rank_owns(ranks, layout):
     for rest in (True, False):
-        if layout.get("zero") == 1 and not rest:
+        if "zero" in layout and not rest:
             continue  # see below
         for told in ranks(2).run(memory_jobs.forward_before, layout, rest):
             moved, _, whole, _ = told.split()
             assert moved == whole
 
 
-@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("zero", [1, 2, 3])
 def test_an_optimizer_of_gathered_parameters_is_refused(ranks, zero):
     for told in ranks(2).run(memory_jobs.forward_before, TWO | {"zero": zero}, False):
         assert told.startswith("CheckFailed") and "nothing would train" in told
