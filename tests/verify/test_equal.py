@@ -7,6 +7,7 @@ import pytest
 
 from fourfold.data.source import open_sources
 from fourfold.spec.errors import SpecError
+from fourfold.spec.load import load_spec
 from fourfold.spec.settle import settle
 from fourfold.train.setup import batch_schedule
 from fourfold.verify.equal import verify_equal
@@ -111,6 +112,17 @@ def test_requests_that_cannot_be_judged(small, tmp_path):
     with pytest.raises(SpecError, match="cp"):
         verify_equal(small("layout.cp=2"), 2, out=tmp_path)
     assert list(tmp_path.iterdir()) == [], "nothing was written"
+
+
+def test_what_ranks_refuse_is_no_failed_check(spec_file, tmp_path):
+    own = ('model.kind="import"', 'model.target="tests.verify.faults.kinds_models:Regression"')
+    data = ('data.kind="synthetic"', 'data.task="regression"', "data.inputs=4", "data.outputs=1")
+    spec = load_spec(str(spec_file), (*own, *data, "data.samples=64", "layout.tp=2")).spec
+    with pytest.raises(SpecError) as refused:
+        verify_equal(spec, 2, out=tmp_path)
+    (problem,) = refused.value.problems
+    assert problem.asked == "layout.tp = 2" and "cuts nothing" in problem.found
+    assert "--set layout.tp=1" in problem.instead
 
 
 def test_the_mask_is_a_tail_and_belongs_to_the_sample():

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from fourfold.launch.pulse import START, Beat
-from fourfold.spec.errors import EXIT_BUG, EXIT_DONE, EXIT_KILLED_BASE, EXIT_STOPPED, FourfoldError
+from fourfold.spec.errors import EXIT_BUG, EXIT_DONE, EXIT_KILLED_BASE, EXIT_STOPPED, FourfoldError, Problem
 from fourfold.spec.value import Value
 
 Kind = Literal["killed", "raised", "hung", "left", "collective", "disagreed"]
@@ -44,7 +44,8 @@ _WATCHDOG_SHARE = 0.9  # of timeout_s: an abort after so long a wait is the coll
 class FailureReport(Value):
     """One rank's failure. step from 1, 0 = before the first; time in unix seconds; evidence: a file to read.
 
-    passing: whatever its exit code says, the same may go well when it is tried again.
+    passing: whatever its exit code says, the same may go well when it is tried again. problems: those of an error of
+    ours that was raised in a rank pool.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class FailureReport(Value):
     traceback: str = ""
     evidence: str = ""
     passing: bool = False
+    problems: tuple[Problem, ...] = Field(default=(), strict=False)
 
     @property
     def headline(self) -> str:

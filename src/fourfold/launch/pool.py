@@ -243,7 +243,7 @@ def _failed(what: str, failures: Sequence[FailureReport]) -> RankFailed:
     if others:
         found += f"  (after it: rank {', '.join(str(other.rank) for other in others)})"
     why = cause.traceback.rstrip() or "its process was gone before it could say more"
-    return RankFailed(Problem(what, found, why, ""), rank=cause.rank, exit_code=cause.exit_code)
+    return RankFailed(Problem(what, found, why, ""), cause.rank, cause.exit_code, cause.problems)
 
 
 def _end(processes: list[ForkServerProcess], pipes: list[Connection], folder: Path, owner: int) -> None:

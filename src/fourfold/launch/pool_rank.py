@@ -102,6 +102,7 @@ def _report(rank: int, error: BaseException) -> FailureReport:
         exit_code=error.exit_code if isinstance(error, FourfoldError) else EXIT_BUG,
         time=time.time(),
         traceback="".join(traceback.format_exception(error)),
+        problems=error.problems if isinstance(error, FourfoldError) else (),
     )
 
 

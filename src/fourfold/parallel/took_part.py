@@ -36,7 +36,10 @@ class TookPart:
     def _watch(self, module: nn.Module, _args: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        for key, parameter in module._parameters.items():  # in every forward: named_parameters takes far longer
+        for (
+            key,
+            parameter,
+        ) in module._parameters.items():  # in every forward: named_parameters takes far longer
             name = self._names.get((id(module), key))
             if name is not None and parameter is not None and id(parameter) not in self._hooked:
                 parameter.register_hook(partial(self._note, name))  # type: ignore[no-untyped-call]

@@ -91,14 +91,24 @@ class Stopped(FourfoldError):
 
 
 class RankFailed(FourfoldError):
-    """A rank was killed, hung or raised; `exit_code` is that rank's."""
+    """A rank was killed, hung or raised; `exit_code` is that rank's. told: the problems of an error of ours."""
 
     def __init__(
-        self, problems: Problem | Sequence[Problem], rank: int = -1, exit_code: int = EXIT_BUG
+        self,
+        problems: Problem | Sequence[Problem],
+        rank: int = -1,
+        exit_code: int = EXIT_BUG,
+        told: Sequence[Problem] = (),
     ) -> None:
         super().__init__(problems)
         self.rank = rank
         self.exit_code = exit_code
+        self.told = tuple(told)
 
-    def __reduce__(self) -> tuple[type[RankFailed], tuple[tuple[Problem, ...], int, int]]:  # type: ignore[override]
-        return type(self), (self.problems, self.rank, self.exit_code)
+    def __reduce__(self) -> tuple[type[RankFailed], tuple[object, ...]]:  # type: ignore[override]
+        return type(self), (self.problems, self.rank, self.exit_code, self.told)
+
+    def refusal(self) -> FourfoldError | None:
+        """What the rank raised, where it refused the request or could not read or write: no check has failed then."""
+        kinds = {EXIT_USAGE: SpecError, EXIT_UNREADABLE: DataError}
+        return kinds[self.exit_code](self.told) if self.told and self.exit_code in kinds else None

@@ -49,7 +49,7 @@ def verify_equal(
     next free runs/verify-<name>-<n>). setup: "module:function" called in every rank first (tests plant faults with
     it). command: to repeat it. say: takes each line of the story.
     Returns the document fourfold.verify.equal/1; a rank that fails is a failed finding.
-    Raises SpecError or DataError for a request or data that cannot be trained on.
+    Raises SpecError or DataError for a request or data that cannot be trained on, in a rank too.
     """
     require_steps(steps)
     settled = settle(spec, world)
@@ -126,6 +126,9 @@ def _compare(
             if judge.failed:
                 return case, _search(own, ranks, judge, case.steps, PARAMETER_TOLERANCE_OWN_EPS)
     except RankFailed as failure:
+        refused = failure.refusal()
+        if refused is not None:
+            raise refused from failure
         judge.rank_failed(failure)
     if not judge.failed:
         return case, None
