@@ -43,6 +43,21 @@ dp_shard > 1, zero 0  11       [mathematics] ranks to shard over, and nothing
     assert err == "next: fourfold verify equal tiny --world 4 --all\n"
 
 
+@pytest.mark.parametrize(
+    ("setting", "count"), [("layout.tp=3", 17), ("layout.wrap=2", 12), ("layout.offload=cpu", 12)]
+)
+def test_the_specs_own_layout_refuses_nothing(
+    capsys: pytest.CaptureFixture[str], setting: str, count: int
+) -> None:
+    assert run(capsys, f"tiny --world 4 --set {setting}")[0].startswith(f"tiny on 4 ranks: {count} layouts\n")
+
+
+def test_an_imported_model_has_the_last_word(capsys: pytest.CaptureFixture[str]) -> None:
+    own = 'model.kind="import" --set model.target="m:make" --set data.kind="synthetic" --set data.inputs=4'
+    _, err = run(capsys, f'tiny --world 2 --set {own} --set data.outputs=1 --set data.task="regression"')
+    assert "its sharding() says" in err
+
+
 def test_settings_count_and_come_next(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = run(capsys, "tiny --world 2 --set model.ffn_width=65 --set layout.zero=3")
     assert out.startswith("tiny on 2 ranks: 4 layouts\n")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from fourfold.cli.output import WIDTH, next_command, print_document, table
+from fourfold.cli.output import WIDTH, next_command, print_document, story, table
+from fourfold.spec.model import ImportSpec
 
 if TYPE_CHECKING:
     from fourfold.spec.layouts import Layouts, Refused
@@ -41,7 +42,7 @@ def list_layouts(
     Parameters
     ----------
     spec
-        A TOML file, or the name of a ready Spec. Its own degrees, zero and sp do not count.
+        A TOML file, or the name of a ready Spec. Its own degrees, ep, zero and sp do not count.
     world
         Ranks in all: the product of the degrees.
     set_
@@ -49,15 +50,17 @@ def list_layouts(
     json
         Print one JSON document on stdout.
     """
-    from fourfold.spec.layouts import layouts
+    from fourfold.spec.layouts import NOT_READ, layouts
     from fourfold.spec.load import load_spec
 
-    loaded = load_spec(spec, set_, world)
+    loaded = load_spec(spec, (*set_, *NOT_READ), world)
     listed = layouts(loaded.spec, world)
     if json:
         print_document(document(spec, world, listed))
         return 0
     print("\n".join([*legal_lines(loaded.spec.name, world, listed), *refused_lines(listed.refused)]))
+    if isinstance(loaded.spec.model, ImportSpec) and any(layout.tp > 1 for layout in listed.legal):
+        story("note: what tp can cut of an imported model is known once it is built: its sharding() says")
     settings = "".join(f" --set {quote(setting)}" for setting in set_)
     if listed.legal:
         next_command(f"fourfold verify equal {quote(spec)} --world {world}{settings} --all")

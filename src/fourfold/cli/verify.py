@@ -133,9 +133,10 @@ def equal(
     json
         Print one JSON document.
     """
+    from fourfold.spec.layouts import NOT_READ
     from fourfold.spec.load import load_spec
 
-    loaded = load_spec(spec, sets, world)
+    loaded = load_spec(spec, (*sets, *NOT_READ) if all_layouts else sets, world)
     steps = steps if steps is not None else 3 if all_layouts else 5
     alone = _command("equal", spec, (), world=world, steps=steps)
     if all_layouts:

@@ -41,6 +41,14 @@ class Layouts:
     refused: tuple[Refused, ...]
 
 
+# To be set over a Spec before it is loaded for `layouts`, which reads none of them: its own could be refused as they
+# stand. Shards, and zero = 3, so that a wrap, a prefetch or an offload that needs them is not refused either.
+NOT_READ = (
+    *("layout.pp=1", "layout.cp=1", "layout.tp=1", "layout.ep=1", "layout.sp=false"),
+    *("layout.dp_replicate=1", 'layout.dp_shard="auto"', "layout.zero=3"),
+)
+
+
 def layouts(spec: Spec, world: int) -> Layouts:
     """Every distinct layout of `world` ranks, judged by the table of rules and by whether the batch divides.
 
