@@ -103,6 +103,11 @@ def test_blocks_by_unit():
         in_units([], LayoutSpec(wrap=2))
 
 
+def test_more_gathered_ahead_than_there_are_units_is_refused_when_a_model_is_built(ranks):
+    for told in ranks(2).run(memory_jobs.refusal, TWO | {"zero": 3, "wrap": 2, "prefetch": 9}):
+        assert "layout.prefetch = 9 with layout.wrap = 2" in told and "--set layout.prefetch=3" in told
+
+
 LAYOUTS: list[dict[str, Any]] = [
     {"dp_replicate": 2},
     *(TWO | {"zero": zero} for zero in (1, 3)),

@@ -47,7 +47,8 @@ def notes(world: int, *sets: str) -> tuple[str, ...]:
         (
             2,
             ["model.kind=import", "model.target=a:b", "layout.tp=2"],
-            "whether tp 2 cuts this model is known once it is built: its sharding() says (docs/own_model.md)",
+            "whether tp 2 cuts this model is known once it is built: its sharding() says (docs/own_model.md); "
+            "whether it cuts it right, only fourfold verify equal shows",
         ),
     ],
 )

@@ -31,6 +31,7 @@ from fourfold.parallel.offload import offload_policy
 from fourfold.parallel.took_part import TookPart
 from fourfold.spec.errors import CheckFailed, Problem, SpecError
 from fourfold.spec.grid import Grid
+from fourfold.spec.rules_memory import beyond_units
 from fourfold.spec.training import LayoutSpec, PrecisionSpec
 
 
@@ -55,7 +56,7 @@ class Sharded:
     ) -> None:
         """Wrap `module`, its `blocks` first, in place. Parameters may be on the meta device.
 
-        Raises SpecError where one unit would have more blocks than there are.
+        Raises SpecError where one unit would have more blocks, or more units are gathered ahead, than there are.
         """
         self.module = module
         self._stage = layout.zero
@@ -69,6 +70,9 @@ class Sharded:
         self._asked: _Asked | None = None
         self._begun = False  # a step, by its first microbatch
         units = in_units(blocks, layout)
+        beyond = beyond_units(layout, len(units))
+        if beyond is not None:
+            raise SpecError(beyond)
         for unit in units:
             self._wrap(unit if len(unit) > 1 else unit[0], grid, device)
         self._wrap(module, grid, device)

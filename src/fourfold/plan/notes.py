@@ -64,7 +64,10 @@ def _parts(length: int, ranks: int) -> str:
 def _unknown_cut(spec: Spec) -> Iterator[str]:
     if isinstance(spec.model, ImportSpec) and spec.layout.tp > 1:
         asked = f"whether tp {spec.layout.tp} cuts this model"
-        yield f"{asked} is known once it is built: its sharding() says (docs/own_model.md)"
+        yield (
+            f"{asked} is known once it is built: its sharding() says (docs/own_model.md); whether it cuts it right, "
+            "only fourfold verify equal shows"
+        )
 
 
 def _crowded(spec: Spec, nproc: int) -> Iterator[str]:

@@ -49,7 +49,11 @@ def prefetch_has_units(spec: Spec) -> Problem | None:
     layout, blocks = spec.layout, blocks_of(spec)
     if layout.prefetch == 0 or layout.zero != 3 or blocks is None:
         return None
-    units = units_of(layout, blocks)
+    return beyond_units(layout, units_of(layout, blocks))
+
+
+def beyond_units(layout: LayoutSpec, units: int) -> Problem | None:
+    """More gathered ahead than the `units` of blocks; those of an imported model are known once it is built."""
     if layout.prefetch <= units:
         return None
     return Problem(
