@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Parameter
 
-from fourfold.models.protocol import LossModule, Rule
+from fourfold.models.protocol import LossModule
 from fourfold.parallel.apply import parallelize
 from fourfold.parallel.bytes import held
 from fourfold.parallel.sharded import Sharded
 from fourfold.plan.state_bytes import rank_bytes
-from fourfold.spec.errors import FourfoldError
+from fourfold.spec.errors import FourfoldError, SpecError
 from fourfold.spec.load import load_spec
 from fourfold.spec.settle import settle
 from fourfold.spec.training import LayoutSpec
@@ -28,6 +28,7 @@ from fourfold.train.step import accumulate, agree_totals, clip, update
 from fourfold.verify.here import joined_here
 from tests.parallel import sharded_jobs
 from tests.parallel.one_device import ADAMW, CPU, DECODER, compare, make_kit, part, spread
+from tests.parallel.plain_kit import PlainKit
 
 TINY = (
     "model.layers=3",
@@ -67,6 +68,15 @@ def measured(*sets: str) -> tuple[Bytes, Bytes]:
         predicted = rank_bytes(training.spec, dist.get_rank())
     assert predicted is not None
     return found, predicted  # type: ignore[return-value]
+
+
+def refusal(layout: dict[str, Any]) -> str:
+    """What refuses a decoder of five blocks when it is spread."""
+    try:
+        spread(make_kit(DECODER | {"layers": 5}), LayoutSpec(**layout), meta=False)
+    except SpecError as error:
+        return str(error)
+    return ""
 
 
 def gathered_at_blocks(layout: dict[str, Any], layers: int) -> list[tuple[int, ...]]:
@@ -123,27 +133,14 @@ class _Gate(nn.Module):
         return x + y + self.sometimes(x) if both else x + y
 
 
-class GatedKit:
-    """`Gated` as a kit; a batch is (x, blocks that use both layers, blocks in the order in which they run)."""
-
-    def build(self, seed: int, dtype: torch.dtype) -> nn.Module:  # noqa: ARG002
-        return Gated(3)
-
-    def loss(self, module: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        total, count = module(*batch)
-        return total, count
-
-    def sharding(self) -> dict[str, Rule]:
-        return {"*": "replicate"}
-
-    def blocks(self, module: nn.Module) -> tuple[str, ...]:
-        return tuple(f"blocks.{at}" for at in range(len(module.get_submodule("blocks")._modules)))
-
-
 def gated(used: list[list[str]], order: str, layout: dict[str, Any]) -> dict[str, float | None]:
     """By parameter, the gap of this rank's summed gradient to one device's; None where both have none."""
     model, whole = Gated(3), Gated(3)
-    parallel = parallelize(LossModule(GatedKit(), model), LayoutSpec(**layout), CPU)
+    parallel = parallelize(
+        LossModule(PlainKit(lambda: Gated(3), ("blocks.0", "blocks.1", "blocks.2")), model),
+        LayoutSpec(**layout),
+        CPU,
+    )
     mine = used[parallel.dp_rank]
     for micro, names in enumerate(mine):
         with parallel.microbatch(last=micro == len(mine) - 1):

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fourfold.models.protocol import LossModule, Rule
+from fourfold.models.protocol import LossModule
 from fourfold.parallel.apply import parallelize
 from fourfold.spec.errors import CheckFailed
 from fourfold.spec.training import LayoutSpec
 from tests.parallel.one_device import DECODER, make_kit, part, spread
+from tests.parallel.plain_kit import PlainKit
 
 CPU = torch.device("cpu")
 
@@ -33,23 +34,6 @@ class Branching(nn.Module):
         return y.square().sum(), torch.tensor(x.shape[0])
 
 
-class BranchingKit:
-    """`Branching` as a ModelKit; a batch is (x, both)."""
-
-    def build(self, seed: int, dtype: torch.dtype) -> nn.Module:  # noqa: ARG002
-        return Branching()
-
-    def loss(self, module: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        total, count = module(*batch)
-        return total, count
-
-    def sharding(self) -> dict[str, Rule]:
-        return {"*": "replicate"}
-
-    def blocks(self, module: nn.Module) -> tuple[str, ...]:  # noqa: ARG002
-        return ()
-
-
 def layout(**settings: object) -> LayoutSpec:
     return LayoutSpec(dp_replicate=dist.get_world_size(), **settings)  # type: ignore[arg-type]
 
@@ -63,7 +47,7 @@ def gradients(used: list[list[bool]], unused_parameters: bool = False) -> dict[s
     rank = dist.get_rank()
     model = Branching()
     parallel = parallelize(
-        LossModule(BranchingKit(), model), layout(unused_parameters=unused_parameters), CPU
+        LossModule(PlainKit(Branching), model), layout(unused_parameters=unused_parameters), CPU
     )
     assert (parallel.degree, parallel.dp_rank) == (dist.get_world_size(), rank)
     for micro, both in enumerate(used[rank]):
@@ -76,7 +60,7 @@ def gradients(used: list[list[bool]], unused_parameters: bool = False) -> dict[s
 
 def refusal(used: list[bool]) -> str:
     """The text of CheckFailed on this rank, or "" if there was none. used[rank]."""
-    parallel = parallelize(LossModule(BranchingKit(), Branching()), layout(), CPU)
+    parallel = parallelize(LossModule(PlainKit(Branching), Branching()), layout(), CPU)
     with parallel.microbatch(last=True):
         total, _ = parallel.module((inputs(dist.get_rank()), used[dist.get_rank()]))
         total.backward()
@@ -88,7 +72,7 @@ def refusal(used: list[bool]) -> str:
 
 
 def spread_alone() -> tuple[int, int, bool]:
-    module = LossModule(BranchingKit(), Branching())
+    module = LossModule(PlainKit(Branching), Branching())
     parallel = parallelize(module, LayoutSpec(dp_replicate=1), CPU)
     with parallel.microbatch(last=False):
         total, _ = parallel.module((inputs(0), True))

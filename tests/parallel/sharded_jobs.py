@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fourfold.models.protocol import LossModule, Rule
+from fourfold.models.protocol import LossModule
 from fourfold.parallel.apply import parallelize
 from fourfold.parallel.clip import local
 from fourfold.spec.errors import CheckFailed
 from fourfold.spec.training import LayoutSpec, OptimizerSpec
 from fourfold.train.optimizer import Optimizer
 from tests.parallel.one_device import CPU, DECODER, boxed, make_kit, part, spread
+from tests.parallel.plain_kit import PlainKit
 
 Used = list[list[str]]  # by rank, then microbatch: which layers take part besides the first
 
@@ -41,23 +42,6 @@ class Branching(nn.Module):
         return self.tied(y).square().sum(), torch.tensor(x.shape[0])
 
 
-class BranchingKit:
-    """`Branching` as a kit; a batch is (x, names of the layers to use), and a and b are units of sharding."""
-
-    def build(self, seed: int, dtype: torch.dtype) -> nn.Module:  # noqa: ARG002
-        return Branching()
-
-    def loss(self, module: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        total, count = module(*batch)
-        return total, count
-
-    def sharding(self) -> dict[str, Rule]:
-        return {"*": "replicate"}
-
-    def blocks(self, module: nn.Module) -> tuple[str, ...]:  # noqa: ARG002
-        return ("a", "b")
-
-
 def inputs(rank: int, micro: int) -> Tensor:
     return torch.arange(6, dtype=torch.float64).view(2, 3).sin() + rank - 0.3 * micro
 
@@ -65,7 +49,7 @@ def inputs(rank: int, micro: int) -> Tensor:
 def branches(used: Used, layout: dict[str, Any]) -> dict[str, float | None]:
     """By parameter, this rank's gap of the summed gradient to one device's; None where both have none."""
     model, whole = Branching(), Branching()
-    parallel = parallelize(LossModule(BranchingKit(), model), LayoutSpec(**layout), CPU)
+    parallel = parallelize(LossModule(PlainKit(Branching, ("a", "b")), model), LayoutSpec(**layout), CPU)
     mine = used[parallel.dp_rank]
     for micro, names in enumerate(mine):
         with parallel.microbatch(last=micro == len(mine) - 1):
@@ -87,7 +71,9 @@ def _gap(parameter: nn.Parameter, like: nn.Parameter) -> float | None:
 
 def left_out(names: str, layout: dict[str, Any], evaluating: bool) -> None:
     """One forward, in which rank 1 leaves out a block that the others run."""
-    parallel = parallelize(LossModule(BranchingKit(), Branching()), LayoutSpec(**layout), CPU)
+    parallel = parallelize(
+        LossModule(PlainKit(Branching, ("a", "b")), Branching()), LayoutSpec(**layout), CPU
+    )
     mine = names if dist.get_rank() == 1 else "ab"
     with torch.set_grad_enabled(not evaluating), parallel.microbatch(last=True):
         total, _ = parallel.module((inputs(dist.get_rank(), 0), mine))
@@ -97,7 +83,9 @@ def left_out(names: str, layout: dict[str, Any], evaluating: bool) -> None:
 
 def refusals(used: Used, layout: dict[str, Any]) -> list[str]:
     """The texts of CheckFailed on this rank in two steps, the second of which uses everything."""
-    parallel = parallelize(LossModule(BranchingKit(), Branching()), LayoutSpec(**layout), CPU)
+    parallel = parallelize(
+        LossModule(PlainKit(Branching, ("a", "b")), Branching()), LayoutSpec(**layout), CPU
+    )
     told = []
     for names in (used[dist.get_rank()][0], "ab"):
         with parallel.microbatch(last=True):

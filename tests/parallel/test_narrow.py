@@ -6,7 +6,8 @@ import torch
 from fourfold.models.loss import squared_error
 from fourfold.parallel.narrow import Rounded, loss_module, narrow_dtype, policy
 from fourfold.spec.training import PrecisionSpec
-from tests.parallel.rank_jobs import Branching, BranchingKit
+from tests.parallel.plain_kit import PlainKit
+from tests.parallel.rank_jobs import Branching
 from tests.train import precision_jobs as jobs
 
 BF16, FP32 = "torch.bfloat16", "torch.float32"
@@ -65,7 +66,7 @@ def test_microbatches_are_added_up_in_fp32_where_their_sum_travels_in_bf16(ranks
 
 def test_rounded_parameters_give_gradients_to_their_own():
     network = Branching().float()
-    module = loss_module(BranchingKit(), network, NARROW, held=False)
+    module = loss_module(PlainKit(Branching), network, NARROW, held=False)
     assert isinstance(module, Rounded)
     assert [name for name, _ in module.named_parameters()] == [
         f"module.{name}" for name, _ in network.named_parameters()
@@ -85,7 +86,7 @@ def test_a_frozen_or_whole_number_parameter_is_left_as_it_is():
     network.register_parameter("table", torch.nn.Parameter(torch.arange(3), requires_grad=False))
     network.second.requires_grad_(False)
     held = network.table.data_ptr(), network.second.weight.dtype
-    loss_module(BranchingKit(), network, NARROW, held=False)((torch.ones(2, 4).bfloat16(), True))[
+    loss_module(PlainKit(Branching), network, NARROW, held=False)((torch.ones(2, 4).bfloat16(), True))[
         0
     ].backward()
     assert (network.table.data_ptr(), network.second.weight.dtype) == held
@@ -94,7 +95,7 @@ def test_a_frozen_or_whole_number_parameter_is_left_as_it_is():
 
 def test_what_leaves_a_network_is_wide_but_a_loss_of_its_own_is_as_it_is():
     linear = torch.nn.Linear(4, 2)
-    loss_module(BranchingKit(), linear, PrecisionSpec(compute="bf16"), held=False)
+    loss_module(PlainKit(Branching), linear, PrecisionSpec(compute="bf16"), held=False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert linear(torch.ones(1, 4)).dtype is torch.float32
         total, _ = squared_error(linear(torch.ones(1, 4)), torch.zeros(1, 2), torch.ones(1, dtype=torch.bool))
@@ -110,10 +111,10 @@ def test_who_rounds_parameters():
     ):
         assert policy(precision).param_dtype is dtype
         assert not policy(precision).cast_forward_inputs
-        assert isinstance(loss_module(BranchingKit(), Branching(), precision, held=False), Rounded) == bool(
-            dtype
-        )
-        assert not isinstance(loss_module(BranchingKit(), Branching(), precision, held=True), Rounded)
+        assert isinstance(
+            loss_module(PlainKit(Branching), Branching(), precision, held=False), Rounded
+        ) == bool(dtype)
+        assert not isinstance(loss_module(PlainKit(Branching), Branching(), precision, held=True), Rounded)
     assert [narrow_dtype(PrecisionSpec(compute=c)) for c in ("fp32", "fp64", "bf16", "fp16")] == [
         None,
         None,

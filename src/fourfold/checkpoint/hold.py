@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fourfold.record.lock import is_held
+
 
 @contextmanager
 def holding(folder: Path | str) -> Iterator[None]:
@@ -22,14 +24,4 @@ def holding(folder: Path | str) -> Iterator[None]:
 
 def in_use(folder: Path | str) -> bool:
     """Whether some process holds the folder; True too where that cannot be told."""
-    try:
-        handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return True
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(handle)
-    return False
+    return is_held(folder, fcntl.LOCK_EX, unknown=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from cyclopts import App
 
 from fourfold.cli.output import next_command, paint, print_document, story, wrapped
 from fourfold.spec.errors import EXIT_CHECK_FAILED, EXIT_DONE
+
+Lines = Callable[[Mapping[str, Any]], list[str]]
 
 app = App(
     name="lab",
@@ -45,11 +47,16 @@ def coverage(*, out: Path | None = None, json: bool = False) -> int:
     from fourfold.lab.coverage import lab_coverage
 
     document = lab_coverage(out=out)
+    return _shown(document, coverage_lines, json, "fourfold verify coverage tiny --world 2")
+
+
+def _shown(document: dict[str, Any], lines: Lines, json: bool, next_line: str) -> int:
+    """The document, or its lines, and the command that comes next; the exit code by its verdict."""
     if json:
         print_document(document)
     else:
-        print("\n".join(coverage_lines(document)))
-    next_command("fourfold verify coverage tiny --world 2")
+        print("\n".join(lines(document)))
+    next_command(next_line)
     return EXIT_DONE if document["verdict"] == "pass" else EXIT_CHECK_FAILED
 
 
@@ -96,12 +103,7 @@ def resume(*, out: Path | None = None, json: bool = False) -> int:
     from fourfold.lab.resume import lab_resume
 
     document = lab_resume(out=out, say=story)
-    if json:
-        print_document(document)
-    else:
-        print("\n".join(resume_lines(document)))
-    next_command("fourfold verify resume tiny --world 2")
-    return EXIT_DONE if document["verdict"] == "pass" else EXIT_CHECK_FAILED
+    return _shown(document, resume_lines, json, "fourfold verify resume tiny --world 2")
 
 
 def resume_lines(document: Mapping[str, Any]) -> list[str]:
@@ -156,12 +158,9 @@ def precision(*, out: Path | None = None, json: bool = False) -> int:
     from fourfold.lab.precision import lab_precision
 
     document = lab_precision(out=out, say=story)
-    if json:
-        print_document(document)
-    else:
-        print("\n".join(precision_lines(document)))
-    next_command("fourfold train tiny --nproc 2 --set precision.compute=bf16")
-    return EXIT_DONE if document["verdict"] == "pass" else EXIT_CHECK_FAILED
+    return _shown(
+        document, precision_lines, json, "fourfold train tiny --nproc 2 --set precision.compute=bf16"
+    )
 
 
 @app.command
@@ -191,12 +190,7 @@ def memory(*, nproc: int = 2, out: Path | None = None, json: bool = False) -> in
 
     command = "fourfold lab memory" + (f" --nproc {nproc}" if nproc != 2 else "")
     document = lab_memory(nproc=nproc, out=out, command=command, say=story)
-    if json:
-        print_document(document)
-    else:
-        print("\n".join(memory_lines(document)))
-    next_command("fourfold train tiny --nproc 2 --set layout.zero=3 --dry-run")
-    return EXIT_DONE if document["verdict"] == "pass" else EXIT_CHECK_FAILED
+    return _shown(document, memory_lines, json, "fourfold train tiny --nproc 2 --set layout.zero=3 --dry-run")
 
 
 @app.command

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from fourfold.record.problems import unwritable
 from fourfold.record.run_dir import RunDir
@@ -42,12 +43,20 @@ def locked(run: RunDir) -> Iterator[None]:
 
 def at_work(run: RunDir) -> bool:
     """Whether some process holds the run directory now; False where that cannot be told. Nothing is written."""
+    return is_held(run.path / "lock", fcntl.LOCK_SH, unknown=False)
+
+
+def is_held(path: Path | str, wanted: int, unknown: bool) -> bool:
+    """Whether some process's lock on `path` (a file or a folder) stands in the way of `wanted` (LOCK_SH or LOCK_EX).
+
+    unknown: the answer where it cannot be opened.
+    """
     try:
-        file = os.open(run.path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return False
+        return unknown
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(file, wanted | fcntl.LOCK_NB)
     except OSError:
         return True
     finally:
