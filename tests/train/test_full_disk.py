@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from fourfold.checkpoint.choose import newest_valid
 from fourfold.checkpoint.validate import validate
 from fourfold.record.run_dir import RunDir
 from tests.cli.test_train import command, events, finish
+from tests.forbidden import forbidden
 from tests.train.saver_jobs import checkpoints
 
 # A checkpoint of 1.2 MiB, and steps that can be met in the middle.
@@ -115,22 +114,6 @@ def test_a_signal_on_a_full_disk_does_not_end_in_75(disk):
     assert code == 5, story
     assert FULL in story and "the run ends without a checkpoint of step" in story
     assert list(RunDir(run).checkpoints.iterdir()) == []
-
-
-@contextmanager
-def forbidden(folder: Path) -> Iterator[None]:
-    """Nothing can be made in a folder: by its permissions or, for root, to whom they mean nothing, by its flag."""
-    if os.geteuid():
-        folder.chmod(0o555)
-    elif subprocess.run(["chattr", "+i", str(folder)], capture_output=True, check=False).returncode:
-        pytest.skip("this file system has no flag that forbids root to write")
-    try:
-        yield
-    finally:
-        if os.geteuid():
-            folder.chmod(0o755)
-        else:
-            subprocess.run(["chattr", "-i", str(folder)], check=True)
 
 
 def test_a_folder_that_may_not_be_written_is_told_in_mid_run_and_at_the_door(tmp_path):
