@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fourfold.data.batch import Batch
 from fourfold.models.loss import cross_entropy, squared_error, wide
 from fourfold.models.mlp import MlpKit
-from fourfold.models.protocol import BatchLike, LossModule, Rule, parameter_rules
+from fourfold.models.protocol import BatchLike, Heads, LossModule, Rule, parameter_rules
 from fourfold.spec.errors import SpecError
 from fourfold.spec.model import MlpSpec
 
@@ -68,6 +68,51 @@ def test_every_parameter_without_one_rule_is_named() -> None:
     ]
     assert "no pattern" in problems[1].found
     assert '"*.weight" and "1.*"' in problems[2].found
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_there_is() -> None:
+    kit = TableKit({"*.weight": "column", "*.bias": "replicate", "0.wieght": "row", "elsewhere": "row"})
+    with pytest.raises(SpecError) as error:
+        parameter_rules(kit, kit.build(0, torch.float32))
+    near, far = error.value.problems
+    assert near.asked == 'sharding rule for "0.wieght"'
+    assert near.found == "no parameter of the model matches it"
+    assert near.instead.startswith('"*.weight", or leave it out')
+    assert far.instead.startswith("leave it out")
+
+
+def test_a_module_in_place_of_its_parameters_is_answered_with_them() -> None:
+    kit = TableKit({"0": Heads(2), "1.*": "replicate"})
+    with pytest.raises(SpecError) as error:
+        parameter_rules(kit, kit.build(0, torch.float32))
+    assert [problem.asked for problem in error.value.problems] == [
+        'the sharding rule of parameter "0.weight"',
+        'the sharding rule of parameter "0.bias"',
+        'sharding rule for "0"',
+    ]
+
+
+def test_a_misspelt_pattern_gives_its_rule_to_what_it_was_meant_for() -> None:
+    kit = TableKit({"*.wieght": Heads(2), "*.bias": "replicate"})
+    with pytest.raises(SpecError) as error:
+        parameter_rules(kit, kit.build(0, torch.float32))
+    assert error.value.problems[0].instead == '{"*.weight": Heads(2)} in the model\'s sharding()'
+
+
+def test_a_tied_parameter_has_the_rule_of_its_first_name_and_no_other() -> None:
+    kit = TableKit({"0.weight": "column", "*.bias": "replicate"})
+    module = kit.build(0, torch.float32)
+    module[1].weight = module[0].weight
+    assert parameter_rules(kit, module) == {
+        "0.weight": "column",
+        "0.bias": "replicate",
+        "1.bias": "replicate",
+    }
+    kit.table["1.weight"] = "column"
+    assert "1.weight" not in parameter_rules(kit, module)
+    kit.table["1.weight"] = "row"
+    with pytest.raises(SpecError, match="tied"):
+        parameter_rules(kit, module)
 
 
 def test_a_loss_is_at_least_fp32() -> None:

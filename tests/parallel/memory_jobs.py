@@ -27,7 +27,7 @@ from fourfold.train.setup import Training, open_training
 from fourfold.train.step import accumulate, agree_totals, clip, update
 from fourfold.verify.here import joined_here
 from tests.parallel import sharded_jobs
-from tests.parallel.one_device import ADAMW, CPU, DECODER, compare, make_kit, part, spread
+from tests.parallel.one_device import ADAMW, CPU, DECODER, Freezing, compare, make_kit, part, spread
 from tests.parallel.plain_kit import PlainKit
 
 TINY = (
@@ -169,18 +169,25 @@ def compared(layout: dict[str, Any], layers: int, **more: Any) -> float:
     return compare(DECODER | {"layers": layers}, layout, **more).worst
 
 
-def replaced(layout: dict[str, Any], how: str) -> str:
-    """What is said of a parameter that is replaced after the optimizer was built, before or after the backward."""
-    kit = make_kit(DECODER)
+def replaced(layout: dict[str, Any], how: str, when: str) -> str:
+    """What is said of a norm's weight after the optimizer was built. when: before the backward, or after it.
+
+    how: replaced by its copy, or by a plain tensor; frozen; thawed.
+    """
+    kit = Freezing(make_kit(DECODER), ["blocks.1.ffn_norm.weight"] if how == "thawed" else [])
     module, parallel = spread(kit, LayoutSpec(**layout), meta=False)
     network = module.module
     optimizer = Optimizer(dict(network.named_parameters()), ADAMW)
     norm = network.get_submodule("blocks.1.ffn_norm")
 
-    def replace() -> None:
+    def change() -> None:
         old = norm.weight
         assert isinstance(old, Parameter)
-        norm.register_parameter("weight", Parameter(old.detach().clone()))
+        if how in ("frozen", "thawed"):
+            old.requires_grad_(how == "thawed")
+        else:
+            values = old.detach().clone() if how == "copy" else torch.ones(old.shape, dtype=old.dtype)
+            norm.register_parameter("weight", Parameter(values))
 
     def compute() -> None:
         with parallel.microbatch(last=True):
@@ -191,11 +198,11 @@ def replaced(layout: dict[str, Any], how: str) -> str:
     try:
         compute()  # FSDP2 sets itself up in its first forward, and takes what is there then
         optimizer.step(dict(network.named_parameters()), 0.1)
-        if how == "before":
-            replace()
+        if when == "before":
+            change()
         compute()
-        if how == "after":
-            replace()
+        if when == "after":
+            change()
         optimizer.step(dict(network.named_parameters()), 0.1)
     except FourfoldError as error:
         return f"{type(error).__name__}: {error}"
@@ -210,7 +217,7 @@ def forward_before(layout: dict[str, Any], rest: bool) -> str:
     kit = make_kit(DECODER)
     module, parallel = spread(kit, LayoutSpec(**layout), meta=False)
     network = module.module
-    with torch.no_grad():
+    with torch.no_grad(), parallel.microbatch(last=True):
         parallel.module(part(kit, 0, 0, 7, True))
     if rest:
         parallel.reduction.rest()

@@ -116,15 +116,26 @@ def test_a_full_disk_is_told_before_anything_is_trained(tmp_path):
 def test_a_folder_that_is_not_there_is_made_and_its_parents_are_not(tmp_path):
     text = refused(tmp_path / "no" / "such")
     assert "No such file or directory" in text and f"mkdir -p {tmp_path}/no/such" in text
+    assert "why:   folders above it are not made" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("below", ["", "under/it"])
+def test_a_file_is_no_folder(tmp_path, below):
     (tmp_path / "file").write_text("")
-    assert "ls -ld" in refused(tmp_path / "file")
+    text = refused(tmp_path / "file" / below)
+    assert f"found: {tmp_path}/file is a file, not a folder" in text
+    assert f"type:  --set layout.offload_dir={tmp_path}\n" in text + "\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
-def test_a_folder_that_may_not_be_written(tmp_path):
+@pytest.mark.parametrize("below", ["", "new"])
+def test_a_folder_that_may_not_be_written(tmp_path, below):
     with forbidden(tmp_path):
-        text = refused(tmp_path)
+        text = refused(tmp_path / below)
     assert "not permitted" in text or "denied" in text
+    assert "why:   each rank keeps a file of its own there" in text
+    assert f"type:  ls -ld {tmp_path}  " in text
 
 
 def test_on_the_cpu_there_is_nothing_to_move():

@@ -111,14 +111,22 @@ def test_more_gathered_ahead_than_there_are_units_is_refused_when_a_model_is_bui
 LAYOUTS: list[dict[str, Any]] = [
     {"dp_replicate": 2},
     *(TWO | {"zero": zero} for zero in (1, 3)),
+    {"dp_replicate": 1, "tp": 2, "sp": True},
 ]
 
 
-@pytest.mark.parametrize("how", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("how", ["copy", "plain", "frozen", "thawed"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_parameter_replaced_after_the_optimizer_was_built_is_refused(ranks, layout, how):
-    for told in ranks(2).run(memory_jobs.replaced, layout, how):
+def test_a_parameter_changed_after_the_optimizer_was_built_is_refused(ranks, layout, how, when):
+    for told in ranks(2).run(memory_jobs.replaced, layout, how, when):
         assert told.startswith("CheckFailed") and "blocks.1.ffn_norm.weight was replaced" in told
+
+
+@pytest.mark.parametrize("how", ["copy", "frozen", "thawed"])
+def test_and_on_one_device(how):
+    told = memory_jobs.replaced({"dp_replicate": 1}, how, "before")
+    assert told.startswith("CheckFailed") and "blocks.1.ffn_norm.weight was replaced" in told
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 
 from fourfold.lab.resume_disk import bits_of, interrupted, saved
+from fourfold.launch.rank import Joined, Rank
 from fourfold.parallel.offload import MappedMoments
 from fourfold.plan.state_bytes import INSTANTS, rank_bytes
 from fourfold.record.run_dir import RunDir
 from fourfold.spec.training import OptimizerSpec
 from fourfold.train.optimizer import Optimizer
+from fourfold.train.setup import _room_on_disk
 from tests.cli.test_train import command, events
 from tests.train import rank_jobs
 from tests.train.saver_jobs import live
+from tests.train.test_resume import SLOW, go_to_the_end, kill_after, same
 
 SETS = ("model.hidden=7", "batch.global_batch=8", "batch.micro_batch=2", "checkpoint.every=2")
 DISK = ("layout.offload=disk",)
@@ -84,6 +89,28 @@ def test_a_folder_that_is_not_there_ends_the_run_before_its_first_step(tmp_path)
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
     assert done.returncode == 5, done.stderr
     assert f"MiB for the moments in {place}" in done.stderr and f"mkdir -p {place}" in done.stderr
-    for part in ("found: No such file", "why:   the whole of it is reserved", "type:  mkdir"):
+    for part in ("found: No such file", "why:   folders above it are not made", "type:  mkdir"):
         assert part in done.stderr
     assert not any(event["kind"] == "step" for event in events(run, 0))
+
+
+def test_a_tilde_is_the_home_as_it_is_for_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    asked = rank_jobs.spec(1, *DISK, "layout.offload_dir='~/moments'")
+    alone = Joined(Rank(0, 0, 1, 1), HashStore(), torch.device("cpu"))
+    _room_on_disk(asked, alone, None)({"w": torch.zeros(3)})
+    assert (tmp_path / "moments").is_dir()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_rank_that_is_killed_leaves_nothing_there_and_the_run_goes_on_as_the_same(tmp_path, zero):
+    place, undisturbed, run = (tmp_path / name for name in ("moments", "undisturbed", "run"))
+    sets = (SLOW, f"layout.zero={zero}")
+    go_to_the_end(undisturbed, sets=sets)
+    disk = (*sets, *DISK, f"layout.offload_dir={json.dumps(str(place))}")
+    assert kill_after(run, 6, signal.SIGKILL, *disk) == 128 + 9
+    assert list(place.iterdir()) == []
+    assert "step-00000004" in go_to_the_end(run, "--resume", "auto", sets=disk)
+    assert list(place.iterdir()) == []
+    same(run, undisturbed)

@@ -144,24 +144,27 @@ class DecoderKit:
 
     def sharding(self) -> dict[str, Rule]:
         """See `ModelKit.sharding`."""
-        heads, hidden = self._spec.heads, ffn_width(self._spec)
-        return {
+        spec, hidden = self._spec, ffn_width(self._spec)
+        table: dict[str, Rule] = {
             "embedding.weight": "vocabulary",
-            "positions.weight": "replicate",
             "blocks.*.attention_norm.*": "replicate",
-            "blocks.*.attention.query.*": Heads(heads),
-            "blocks.*.attention.key.*": Heads(self._spec.kv_heads or heads),
-            "blocks.*.attention.value.*": Heads(self._spec.kv_heads or heads),
+            "blocks.*.attention.query.*": Heads(spec.heads),
+            "blocks.*.attention.key.*": Heads(spec.kv_heads or spec.heads),
+            "blocks.*.attention.value.*": Heads(spec.kv_heads or spec.heads),
             "blocks.*.attention.output.weight": "row",
-            "blocks.*.attention.output.bias": "replicate",
             "blocks.*.ffn_norm.*": "replicate",
-            "blocks.*.ffn.gate.*": Heads(hidden),
             "blocks.*.ffn.up.*": Heads(hidden),
             "blocks.*.ffn.down.weight": "row",
-            "blocks.*.ffn.down.bias": "replicate",
             "norm.*": "replicate",
             "head.weight": "vocabulary",
         }
+        if spec.positions == "learned":
+            table["positions.weight"] = "replicate"
+        if spec.ffn == "swiglu":
+            table["blocks.*.ffn.gate.*"] = Heads(hidden)
+        if spec.biases:
+            table |= {"blocks.*.attention.output.bias": "replicate", "blocks.*.ffn.down.bias": "replicate"}
+        return table
 
     def blocks(self, module: nn.Module) -> tuple[str, ...]:
         """See `ModelKit.blocks`."""

@@ -69,13 +69,15 @@ class MlpKit:
 
     def sharding(self) -> dict[str, Rule]:
         """See `ModelKit.sharding`."""
-        table: dict[str, Rule] = {}
-        for index in range(self._spec.layers):
-            even = index % 2 == 0
-            table[f"layers.{index}.weight"] = "column" if even else "row"
-            table[f"layers.{index}.bias"] = "column" if even else "replicate"
         cut = self._spec.layers % 2 == 1  # the last hidden layer comes cut
-        return table | {"output.weight": "row" if cut else "replicate", "output.bias": "replicate"}
+        table: dict[str, Rule] = {"output.weight": "row" if cut else "replicate"}
+        for index in range(self._spec.layers):
+            table[f"layers.{index}.weight"] = "column" if index % 2 == 0 else "row"
+        if self._spec.biases:
+            for index in range(self._spec.layers):
+                table[f"layers.{index}.bias"] = "column" if index % 2 == 0 else "replicate"
+            table["output.bias"] = "replicate"
+        return table
 
     def blocks(self, module: nn.Module) -> tuple[str, ...]:
         """See `ModelKit.blocks`."""

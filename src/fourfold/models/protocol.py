@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
@@ -84,7 +86,10 @@ class ModelKit(Protocol):
         """(sum over valid targets, in fp32 or wider; count of valid targets), two scalars on the batch's device."""
 
     def sharding(self) -> dict[str, Rule]:
-        """Pattern of parameter names -> rule; `*` stands for anything; each parameter matches exactly one."""
+        """Pattern of parameter names -> rule; `*` stands for anything.
+
+        Each parameter matches exactly one pattern, and each pattern a parameter.
+        """
 
     def blocks(self, module: nn.Module) -> tuple[str, ...]:
         """Names of the repeated submodules in order of execution: the units of sharding and recomputation."""
@@ -117,9 +122,10 @@ class LossModule(nn.Module):
 
 
 def parameter_rules(kit: ModelKit, module: nn.Module) -> dict[str, Rule]:
-    """The rule of each parameter of `module`, by its name.
+    """The rule of each parameter of `module`, the whole network, by its name; a tied one by its first.
 
-    Raises SpecError naming every parameter that matches no pattern or several, and every rule that does not exist.
+    Raises SpecError naming every parameter that matches no pattern or several, every pattern that matches none, every
+    tied parameter of two rules, and every rule that does not exist.
     """
     table = kit.sharding()
     problems = [
@@ -127,33 +133,84 @@ def parameter_rules(kit: ModelKit, module: nn.Module) -> dict[str, Rule]:
             asked=f'sharding rule "{rule}" for "{pattern}"',
             found=f"the rules are {', '.join(_WORDS)} and Heads(units)",
             why="tensor parallel would not know how to cut the parameter",
-            instead=f'{{"{pattern}": "replicate"}} in the model\'s sharding()',
+            instead=typed({pattern: "replicate"}),
         )
         for pattern, rule in table.items()
         if not isinstance(rule, Heads) and rule not in _WORDS
     ]
+    named = list(module.named_parameters(remove_duplicate=False))
+    matching = {name: [pattern for pattern in table if fnmatchcase(name, pattern)] for name, _ in named}
+    used = {pattern for patterns in matching.values() for pattern in patterns}
+    idle = [pattern for pattern in table if pattern not in used]
+    first: dict[int, str] = {}
     rules: dict[str, Rule] = {}
-    for name, _ in module.named_parameters():
-        matching = [pattern for pattern in table if fnmatchcase(name, pattern)]
-        if len(matching) == 1:
-            rules[name] = table[matching[0]]
-        else:
-            problems.append(_unmatched(name, matching))
+    for name, parameter in named:
+        patterns = matching[name]
+        known = first.setdefault(id(parameter), name)
+        if known != name and not patterns:
+            continue  # the rule of its first name is enough
+        if len(patterns) != 1:
+            problems.append(_unmatched(name, patterns, table, idle))
+        elif known == name:
+            rules[name] = table[patterns[0]]
+        elif known in rules and table[patterns[0]] != rules[known]:
+            problems.append(_torn(known, rules[known], name, table[patterns[0]]))
+    problems += [_idle(pattern, list(matching)) for pattern in idle]
     if problems:
         raise SpecError(problems)
     return rules
 
 
-def _unmatched(name: str, matching: list[str]) -> Problem:
+def pattern_of(name: str) -> str:
+    """The pattern of a parameter or module in every block: numbers stand for any."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _unmatched(name: str, matching: list[str], table: dict[str, Rule], idle: list[str]) -> Problem:
     if matching:
         found = "patterns " + " and ".join(f'"{pattern}"' for pattern in matching) + " match it"
         instead = "patterns of which exactly one matches"
     else:
         found = "no pattern matches it"
-        instead = f'{{"{name}": "replicate"}} in the model\'s sharding()'
+        meant = get_close_matches(pattern_of(name), idle, n=1)
+        rule: Rule = table[meant[0]] if meant else "replicate"
+        instead = typed({pattern_of(name): rule})
     return Problem(
         asked=f'the sharding rule of parameter "{name}"',
         found=found,
         why="each parameter needs exactly one rule",
         instead=instead,
     )
+
+
+def _idle(pattern: str, names: list[str]) -> Problem:
+    known = {pattern_of(name) for name in names}
+    known |= {f"{parent}.*" for name in known if (parent := name.rpartition(".")[0])}
+    near = get_close_matches(pattern, sorted(known), n=1)
+    return Problem(
+        asked=f'sharding rule for "{pattern}"',
+        found="no parameter of the model matches it",
+        why="it would be silently ignored, and what it was meant for be cut otherwise or not at all",
+        instead=(f'"{near[0]}", or ' if near else "")
+        + "leave it out of the table where the model has no such part",
+    )
+
+
+def _torn(one: str, its: Rule, other: str, others: Rule) -> Problem:
+    return Problem(
+        asked=f"sharding rules {word(its)} for {one} and {word(others)} for {other}",
+        found="one parameter of two names (tied)",
+        why="it is cut once, by the rule of its first name: the other would be silently ignored",
+        instead=f"{typed({pattern_of(other): its})}, or no rule for {other}",
+    )
+
+
+def word(rule: Rule) -> str:
+    """A rule as it is typed."""
+    return f"Heads({rule.units})" if isinstance(rule, Heads) else f'"{rule}"'
+
+
+def typed(table: Mapping[str, Rule]) -> str:
+    """Lines of a sharding table as they are typed."""
+    lines = ", ".join(f'"{pattern}": {word(rule)}' for pattern, rule in table.items())
+    return f"{{{lines}}} in the model's sharding()"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -18,8 +19,10 @@ from fourfold.parallel.data_parallel import Alone, Replicas
 from fourfold.parallel.every_block import EveryBlock
 from fourfold.parallel.mesh import sub_mesh
 from fourfold.parallel.offload import home
-from fourfold.parallel.sharded import Sharded
+from fourfold.parallel.sharded import Sharded, replaced
 from fourfold.parallel.tensor_parallel import sum_partial, tensor_parallel
+from fourfold.parallel.trail import Trail
+from fourfold.spec.errors import CheckFailed
 from fourfold.spec.grid import Grid
 from fourfold.spec.training import LayoutSpec, PrecisionSpec
 
@@ -30,7 +33,7 @@ class Parallel:
 
     module: called like the bare loss module. degree: over how many ranks the global batch is cut; dp_rank: which cut.
     counts: whether this rank speaks for its samples, where several ranks work on the same ones.
-    joined: under tensor parallel each module that has parameters, by name, with its rule; else empty.
+    joined: under tensor parallel each module that has parameters, by name, with its rule; else empty. trail: of those.
     """
 
     module: nn.Module
@@ -42,6 +45,7 @@ class Parallel:
     reduction: Alone | Replicas | Sharded
     norm: GradientNorm
     joined: Mapping[str, Rule]
+    trail: Trail | None
 
     @property
     def loss_factor(self) -> int:
@@ -66,13 +70,22 @@ class Parallel:
         """While tensors are cut between tp ranks: the loss takes cut logits, and a plain tensor is whole on each rank.
 
         The latter only where no module is Heads: what comes out of one is plain, and differs from rank to rank.
+        Raises SpecError for tensors that do not meet, by what the sharding table has to do with it; CheckFailed where a
+        parameter is none that was cut.
         """
-        if self.grid.tp == 1:
+        if self.trail is None:
             yield
             return
         heads = any(isinstance(rule, Heads) for rule in self.joined.values())
         with loss_parallel(), nullcontext() if heads else implicit_replication():
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                fault = self.trail.fault(error)
+                if fault is None:
+                    raise
+                plain = [name for name, p in self.network.named_parameters() if not isinstance(p, DTensor)]
+                raise CheckFailed(replaced(plain)) if plain else fault from error
 
     def finish(self) -> None:
         """After the last backward: every gradient is the sum over all samples of the step, or CheckFailed.
@@ -103,8 +116,9 @@ def parallelize(
     network, kit = module.module, module.kit
 
     joined: Mapping[str, Rule] = {}
+    trail: Trail | None = None
     if grid.tp > 1:
-        joined = tensor_parallel(network, kit, sub_mesh(grid, device.type, "tp"), layout.sp)
+        joined, trail = tensor_parallel(network, kit, sub_mesh(grid, device.type, "tp"), layout.sp)
     reduction: Alone | Replicas | Sharded
     if is_sharded(layout, device):
         blocks = {name: network.get_submodule(name) for name in kit.blocks(network)}
@@ -115,7 +129,7 @@ def parallelize(
         reduction = Replicas(module.to(device), layout, device, precision)
     else:
         on_meta = any(parameter.is_meta for parameter in module.parameters())
-        reduction = Alone(module if on_meta else module.to(device))
+        reduction = Alone(module if on_meta else module.to(device), layout.unused_parameters)
     counts = all(place[axis] == 0 for axis in ("pp", "cp", "tp"))
     return Parallel(
         reduction.module,
@@ -127,6 +141,7 @@ def parallelize(
         reduction,
         GradientNorm(grid, rank),
         joined,
+        trail,
     )
 
 

@@ -18,22 +18,29 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fourfold.parallel.narrow import narrow_all_reduce
 from fourfold.parallel.sharded import replaced
-from fourfold.spec.errors import CheckFailed, Problem
+from fourfold.parallel.took_part import unused
+from fourfold.spec.errors import CheckFailed
 from fourfold.spec.training import LayoutSpec, PrecisionSpec
 
 
 class Alone:
     """One rank sees all samples: there is nothing to reduce."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, may_be_unused: bool) -> None:
         self.module = module
+        self._may_be_unused = may_be_unused
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
         """Around forward and backward."""
         return nullcontext()
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Every trained parameter took part, as on every layout, or CheckFailed."""
+        if self._may_be_unused:
+            return
+        idle = [n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
+        if idle:
+            raise CheckFailed(unused(idle))
 
     def rest(self) -> None:
         """Nothing was gathered."""
@@ -51,7 +58,7 @@ class Replicas:
     ) -> None:
         """Wrap `module`: on `device`, equal on every rank (the census has compared them)."""
         self._own = [
-            (f"{prefix}.{key}".removeprefix("module."), child, key, parameter)
+            (f"{prefix}.{key}".removeprefix("module."), child, key, parameter, parameter.requires_grad)
             for prefix, child in module.named_modules()
             for key, parameter in child.named_parameters(recurse=False)
         ]
@@ -71,9 +78,13 @@ class Replicas:
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward: gradients are reduced in the last one only.
 
-        Raises CheckFailed where a parameter is not the one that DDP was given: it would never be reduced.
+        Raises CheckFailed where a parameter is not the one that DDP was given, as it was: it would never be reduced.
         """
-        strangers = [name for name, child, key, own in self._own if child._parameters.get(key) is not own]
+        strangers = [
+            name
+            for name, child, key, own, trained in self._own
+            if child._parameters.get(key) is not own or own.requires_grad != trained
+        ]
         if strangers:
             raise CheckFailed(replaced(strangers))
         return nullcontext() if last else self.module.no_sync()
@@ -106,14 +117,5 @@ def check_reduced(wrapped: DistributedDataParallel) -> None:
         # torch has no public name for it; the test of this file holds it
         wrapped._check_reducer_finalized()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        idle = [name for name, parameter in wrapped.module.named_parameters() if parameter.grad is None]
-        raise CheckFailed(
-            Problem(
-                asked="gradients summed over all data-parallel ranks",
-                found="took no part in backward: "
-                + (", ".join(idle[:5]) or "parameters of an earlier microbatch only")
-                + (f" and {len(idle) - 5} more" if len(idle) > 5 else ""),
-                why="with layout.unused_parameters = false a bucket waits for every parameter in it and is not reduced",
-                instead="--set layout.unused_parameters=true",
-            )
-        ) from error
+        idle = [n for n, p in wrapped.module.named_parameters() if p.requires_grad and p.grad is None]
+        raise CheckFailed(unused(idle)) from error

@@ -102,17 +102,33 @@ def _remove_left(folder: Path, rank: int) -> None:
 
 
 def _no_room(folder: Path, size: int, error: OSError) -> DataError:
-    if is_full(error):
-        instead = f"df -h {folder}  (free some room, or --set layout.offload_dir=ANOTHER/PLACE)"
+    found, elsewhere = error.strerror or str(error), "--set layout.offload_dir=ANOTHER/PLACE"
+    in_the_way = next(
+        (place for place in (folder, *folder.parents) if place.exists() and not place.is_dir()), None
+    )
+    if in_the_way is not None:
+        found, why = (
+            f"{in_the_way} is a file, not a folder",
+            "each rank keeps a file of its own in that folder",
+        )
+        instead = f"--set layout.offload_dir={in_the_way.parent}"
+    elif is_full(error):
+        why = (
+            "the whole of it is reserved before the first step: a disk that is full later would kill the rank"
+        )
+        instead = f"df -h {folder}  (free some room, or {elsewhere})"
     elif not folder.parent.is_dir():
-        instead = f"mkdir -p {folder}, or --set layout.offload_dir=ANOTHER/PLACE"
+        why = "folders above it are not made: a path that is mistyped must not come into being"
+        instead = f"mkdir -p {folder}, or {elsewhere}"
     else:
-        instead = f"ls -ld {folder}  (shows who may write there; or --set layout.offload_dir=ANOTHER/PLACE)"
+        why = "each rank keeps a file of its own there, open for reading and writing until the run ends"
+        place = folder if folder.is_dir() else folder.parent
+        instead = f"ls -ld {place}  (shows who may write there; or {elsewhere})"
     return DataError(
         Problem(
             asked=f'layout.offload = "disk": {size / 2**20:,.1f} MiB for the moments in {folder}',
-            found=error.strerror or str(error),
-            why="the whole of it is reserved before the first step: a disk that is full later would kill the rank",
+            found=found,
+            why=why,
             instead=instead,
         )
     )

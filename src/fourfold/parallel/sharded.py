@@ -145,6 +145,7 @@ class Sharded:
             for own in group.fsdp_params
             for module, key in places(own)
             if module._parameters[key] is not own.sharded_param
+            or own.sharded_param.requires_grad != self._took_part.trained(module, key)
         ]
         if strangers:
             raise CheckFailed(replaced(strangers))
@@ -191,10 +192,12 @@ def _gather_ahead(units: Sequence[nn.Module], ahead: int) -> None:
 
 def replaced(names: Sequence[str]) -> Problem:
     """Parameters that are not those which the optimizer, or FSDP2, was given."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return Problem(
         asked="an update of the parameters that the model computes with",
-        found=f"{', '.join(names[:5])} {'was' if len(names) == 1 else 'were'} "
-        "replaced, moved or thawed after the optimizer was built",
+        found=f"{', '.join(names[:5])}{more} {'was' if len(names) == 1 else 'were'} "
+        "replaced, moved, frozen or thawed after the optimizer was built, or gathered by a forward before",
         why="the optimizer would go on updating what is no longer part of the model: nothing would train",
-        instead="change values in place (parameter.copy_), or replace parameters while the model is built",
+        instead="change values in place (parameter.copy_); replace, freeze and thaw while the model is built; "
+        "no forward before the optimizer",
     )

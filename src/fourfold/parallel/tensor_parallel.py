@@ -18,7 +18,7 @@ whole on every rank and takes a plain tensor.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,8 +31,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fourfold.models.boxes import box_in, box_of
-from fourfold.models.protocol import Heads, ModelKit, Rule, parameter_rules
-from fourfold.spec.boxes import shard_range
+from fourfold.models.protocol import Heads, ModelKit, Rule, parameter_rules, pattern_of, typed, word
+from fourfold.parallel.table import check_table
+from fourfold.parallel.trail import Joined, Trail
 from fourfold.spec.errors import CheckFailed, Problem, SpecError
 
 
@@ -47,6 +48,10 @@ class _Cut:
     mesh: DeviceMesh
     sequence: bool
     last: tuple[Tensor, tuple[int, bool], DTensor] | None = None
+    trail: Trail = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.trail = Trail(self.ranks, self.sequence)
 
     @property
     def ranks(self) -> int:
@@ -74,17 +79,19 @@ class _Cut:
         self.last = None
 
 
-def tensor_parallel(network: nn.Module, kit: ModelKit, mesh: DeviceMesh, sequence: bool) -> dict[str, Rule]:
+def tensor_parallel(
+    network: nn.Module, kit: ModelKit, mesh: DeviceMesh, sequence: bool
+) -> tuple[dict[str, Rule], Trail]:
     """Cut `network` in place over the ranks of `mesh` ("tp"); ties stay ties, and values are kept.
 
     network: whole on this rank, or on the meta device. Returns each module that has parameters, by name, with the
-    rule that it was joined by. Collectives: none here.
+    rule that it was joined by, and the trail of those that run. Collectives: none here.
     Raises SpecError for a model without a rule for each parameter, or with a dim that cannot be cut.
     """
     rules = parameter_rules(kit, network)
     cut = _Cut(mesh, sequence)
     joined: dict[str, Rule] = {}
-    _check(network, rules, cut)
+    check_table(network, rules, cut.ranks)
     made: dict[int, nn.Parameter] = {}
     first: dict[int, str] = {id(p): name for name, p in network.named_parameters()}
     for prefix, module in network.named_modules():
@@ -97,9 +104,12 @@ def tensor_parallel(network: nn.Module, kit: ModelKit, mesh: DeviceMesh, sequenc
             found.append(rule)
         if found:
             joined[prefix] = next((r for r in found if r != "replicate"), "replicate")
-            _join(prefix, module, joined[prefix], cut)
-    network.register_forward_hook(partial(_whole_output, cut))
-    return joined
+            shape = max((tuple(p.shape) for p in module.parameters(recurse=False)), key=len)
+            biased = module._parameters.get("bias") is not None
+            own = Joined(prefix, joined[prefix], shape, biased, isinstance(module, nn.Embedding))
+            _join(module, own, cut)
+    network.register_forward_hook(_whole_output(cut))
+    return joined, cut.trail
 
 
 @torch.no_grad()
@@ -144,25 +154,31 @@ def _distributed(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh
     return nn.Parameter(held, requires_grad=parameter.requires_grad)
 
 
-def _join(name: str, module: nn.Module, rule: Rule, cut: _Cut) -> None:
+def _join(module: nn.Module, joined: Joined, cut: _Cut) -> None:
     """Hooks (or, for an embedding, a forward of our own) by the rule of the module's weight."""
+    rule = joined.rule
+
+    def hook(before: Callable[[Any], Any], after: Callable[[DTensor], Tensor]) -> None:
+        def take(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            cut.trail.note(joined, args[0] if args else None)
+            return (before(args[0]), *args[1:]) if args else args
+
+        module.register_forward_pre_hook(take)
+        module.register_forward_hook(lambda _, _args, output: after(output))
+
     if isinstance(module, nn.Embedding) and rule == "vocabulary":
+        module.register_forward_pre_hook(lambda _, args: cut.trail.note(joined, args[0]))
         module.forward = partial(_look_up, module, cut)  # type: ignore[method-assign]
     elif isinstance(module, nn.Embedding):
-        _hook(module, cut.whole, cut.stream)
+        hook(cut.whole, cut.stream)
     elif isinstance(rule, Heads):
-        _hook(module, cut.whole, _own_units(rule, cut))
+        hook(cut.whole, _own_units(joined, rule, cut))
     elif rule in ("column", "vocabulary"):
-        _hook(module, cut.whole, lambda y: y)
+        hook(cut.whole, lambda y: y)
     elif rule == "row":
-        _hook(module, lambda x: _cut_last(x, cut), cut.stream)
+        hook(lambda x: _cut_last(x, cut), cut.stream)
     else:
-        _hook(module, _lifted(name, cut), lambda y: y)
-
-
-def _hook(module: nn.Module, before: Callable[[Any], Any], after: Callable[[DTensor], Tensor]) -> None:
-    module.register_forward_pre_hook(lambda _, args: (before(args[0]), *args[1:]))
-    module.register_forward_hook(lambda _, _args, output: after(output))
+        hook(_lifted(joined, cut), lambda y: y)
 
 
 def _cut_last(x: Tensor, cut: _Cut) -> DTensor:
@@ -171,17 +187,25 @@ def _cut_last(x: Tensor, cut: _Cut) -> DTensor:
     return DTensor.from_local(x, cut.mesh, [Shard(x.ndim - 1)], run_check=False)
 
 
-def _own_units(rule: Heads, cut: _Cut) -> Callable[[DTensor], Tensor]:
+def _own_units(joined: Joined, rule: Heads, cut: _Cut) -> Callable[[DTensor], Tensor]:
     """From the projection's output to this rank's whole units of it.
 
     With fewer units than ranks each rank has computed all of them (the weight is whole on it) and takes the one that
     its share of the others meets; the gradient of the weight is then the sum over ranks.
     """
     if rule.units % cut.ranks == 0:
-        return lambda y: y.to_local()
+
+        def own(y: DTensor) -> Tensor:
+            if not y.placements[0].is_shard(y.ndim - 1):
+                raise SpecError(_no_units(joined, rule))
+            return y.to_local()
+
+        return own
     mine = cut.mesh.get_local_rank() * rule.units // cut.ranks
 
     def take(y: DTensor) -> Tensor:
+        if not y.placements[0].is_replicate():
+            raise SpecError(_no_units(joined, rule))
         width = y.shape[-1] // rule.units
         return y.to_local(grad_placements=[Partial()]).narrow(-1, mine * width, width)
 
@@ -201,7 +225,7 @@ def _look_up(module: nn.Embedding, cut: _Cut, tokens: Tensor) -> DTensor:
     return cut.stream(DTensor.from_local(found, cut.mesh, [Partial()], run_check=False))
 
 
-def _lifted(name: str, cut: _Cut) -> Callable[[Any], Any]:
+def _lifted(joined: Joined, cut: _Cut) -> Callable[[Any], Any]:
     """For a module that is whole on every rank: a plain tensor that it is given must be the same on all of them."""
     seen = False
 
@@ -210,90 +234,74 @@ def _lifted(name: str, cut: _Cut) -> Callable[[Any], Any]:
         if isinstance(x, DTensor) or not isinstance(x, Tensor):
             return x
         if not seen:
-            _check_same(name, x, cut)
+            if not _same(x, cut):
+                raise CheckFailed(_between(joined))
             seen = True
         return cut.whole(x)
 
     return lift
 
 
-def _check_same(name: str, x: Tensor, cut: _Cut) -> None:
+def _same(x: Tensor, cut: _Cut) -> bool:
+    """Whether a plain tensor is the same on all ranks. Collectives: one all-reduce of two numbers over "tp"."""
     mark = x.detach().double().sum().to(x.device)
-    both = torch.stack([mark, -mark])
+    both = torch.stack([mark, -mark]).nan_to_num(nan=0.0)
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=cut.mesh.get_group())
-    if float(both[0]) != float(-both[1]):
-        raise CheckFailed(
-            Problem(
-                asked=f'"{name}" whole on every tensor-parallel rank ("replicate")',
-                found="what it is given differs from rank to rank",
-                why="it stands between a Heads module and its row, where each rank computes its own heads: the "
-                "gradient of its weight would be one rank's",
-                instead="use functions without parameters there, or --set layout.tp=1",
-            )
-        )
+    return float(both[0]) == float(-both[1])
 
 
-def _whole_output(cut: _Cut, _module: nn.Module, _args: Any, output: Any) -> Any:
-    """The network's output: plain, or, cut over its last dim (logits over the vocabulary), left to the loss."""
-    cut.forget()
-    if not isinstance(output, DTensor) or output.placements[0] == Shard(output.ndim - 1):
-        return output
-    return output.redistribute(output.device_mesh, [Replicate()]).to_local()
-
-
-def _check(network: nn.Module, rules: dict[str, Rule], cut: _Cut) -> None:
-    problems = []
-    if all(rule == "replicate" for rule in rules.values()):
-        problems.append(
-            Problem(
-                asked=f"layout.tp = {cut.ranks}",
-                found="a model whose sharding table cuts nothing",
-                why="tensor parallel would compute everything on every rank",
-                instead="a sharding() that says which Linear is column and which row (docs/own_model.md), or "
-                "--set layout.tp=1",
-            )
-        )
-    parameters = dict(network.named_parameters())
-    for name, rule in rules.items():
-        shape = parameters[name].shape
-        if (rule == "row" and len(shape) < 2) or (isinstance(rule, Heads) and rule.units < 1):
-            problems.append(_cannot_be(name, rule, shape))
-            continue
-        length = shape[1] if rule == "row" and len(shape) > 1 else shape[0] if shape else 1
-        units = rule.units if isinstance(rule, Heads) else length
-        divides = units % cut.ranks == 0 or (isinstance(rule, Heads) and cut.ranks % units == 0)
-        if rule == "vocabulary" and not shard_range(length, cut.ranks, cut.ranks - 1)[1]:
-            problems.append(_no_rows(name, length, cut.ranks))
-        if rule in ("replicate", "vocabulary") or (divides and length % units == 0):
-            continue
-        problems.append(
-            Problem(
-                asked=f"layout.tp = {cut.ranks} with {name} of shape {tuple(shape)}",
-                found=f"{units} parts for {cut.ranks} ranks",
-                why="tensor parallel gives every rank equally many whole parts of a dim",
-                instead="a tp that divides it, or another rule for it in the model's sharding()",
-            )
-        )
-    if problems:
-        raise SpecError(problems)
-
-
-def _cannot_be(name: str, rule: Rule, shape: torch.Size) -> Problem:
-    if isinstance(rule, Heads):
-        found, why, instead = f"{rule.units} units", "there is at least one", "Heads(the number of heads)"
-    else:
-        found = f"a tensor of shape {tuple(shape)}"
-        why = "a row is cut over the inputs, dim 1: what has none is added once, whole, to the summed outputs"
-        instead = f'{{"{name}": "replicate"}} in the model\'s sharding()'
-    return Problem(asked=f"sharding rule {rule!r} for {name}", found=found, why=why, instead=instead)
-
-
-def _no_rows(name: str, rows: int, ranks: int) -> Problem:
-    """Rows need not divide, but torch's loss over a vocabulary that is cut takes no empty part of it."""
-    least = next(n for n in range(rows, rows + ranks * ranks) if shard_range(n, ranks, ranks - 1)[1])
+def _between(joined: Joined) -> Problem:
+    instead = "use functions without parameters there"
     return Problem(
-        asked=f"layout.tp = {ranks} with {name} of {rows} rows",
-        found=f"parts of {-(-rows // ranks)} rows, of which the last rank gets none",
-        why="the loss over a vocabulary that is cut needs a part of it on every rank",
-        instead=f"a vocabulary of {least} (the rest is never a target), or a smaller layout.tp",
+        asked=f'"{joined.name}" whole on every tensor-parallel rank ("replicate")',
+        found="what it is given differs from rank to rank",
+        why="it stands between a Heads module and its row, where each rank computes its own heads: the "
+        "gradient of its weight would be one rank's",
+        instead=(typed(joined.as_row()) if joined.matrix else instead) + ", or --set layout.tp=1",
+    )
+
+
+def _no_units(joined: Joined, rule: Heads) -> Problem:
+    pattern = f"{pattern_of(joined.name)}.*"
+    return Problem(
+        asked=f'{word(rule)} for "{joined.name}"',
+        found="its output is not cut between ranks as its weight is",
+        why="Heads are parts of what a Linear puts out, of a weight [outputs, inputs]",
+        instead=typed({pattern: "column" if joined.matrix else "replicate"}),
+    )
+
+
+def _whole_output(cut: _Cut) -> Callable[[nn.Module, Any, Any], Any]:
+    """The network's output: plain, or, cut over its last dim (logits over the vocabulary), left to the loss.
+
+    What it gives as a plain tensor itself must be the same on all ranks: it is looked at in the first forward.
+    """
+    seen = False
+
+    def look(_module: nn.Module, _args: Any, output: Any) -> Any:
+        nonlocal seen
+        cut.forget()
+        outputs = output if isinstance(output, tuple | list) else (output,)
+        if not seen:
+            plain = [x for x in outputs if isinstance(x, Tensor) and not isinstance(x, DTensor)]
+            if not all(_same(x, cut) for x in plain):
+                raise CheckFailed(_own_output(cut.trail.without_row()))
+            seen = True
+        if not isinstance(output, DTensor) or output.placements[0] == Shard(output.ndim - 1):
+            return output
+        return output.redistribute(output.device_mesh, [Replicate()]).to_local()
+
+    return look
+
+
+def _own_output(last: Joined | None) -> Problem:
+    return Problem(
+        asked="the network's output, the same on every tensor-parallel rank or cut over the vocabulary",
+        found="a plain tensor that differs from rank to rank",
+        why=f'"{last.name}" gives each rank its own Heads, and no row puts them together'
+        if last
+        else "some of what it is made of is one rank's own",
+        instead=typed({f"{pattern_of(last.name)}.*": "vocabulary"}) + ", or a row after it"
+        if last
+        else "a row after each Heads, or --set layout.tp=1",
     )

@@ -41,12 +41,18 @@ class TookPart:
             parameter,
         ) in module._parameters.items():  # in every forward: named_parameters takes far longer
             name = self._names.get((id(module), key))
-            if name is not None and parameter is not None and id(parameter) not in self._hooked:
+            if name is None or parameter is None or not parameter.requires_grad:
+                continue  # none that is trained; `Sharded` refuses one that was frozen since
+            if id(parameter) not in self._hooked:
                 parameter.register_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
                 self._hooked[id(parameter)] = parameter  # kept, so that its id stays its own
 
     def _note(self, name: str, _gradient: Tensor) -> None:
         self._used.add(name)
+
+    def trained(self, module: nn.Module, key: str) -> bool:
+        """Whether this parameter of `module` was to be trained when it was wrapped."""
+        return (id(module), key) in self._names
 
     def settle(self, module: nn.Module, may_be_unused: bool) -> None:
         """Forget the step; what took part on no rank has no gradient.
@@ -64,15 +70,16 @@ class TookPart:
                     parameters[name].grad = None
         self._used.clear()
         if idle and not may_be_unused:
-            raise CheckFailed(unused([name.removeprefix("module.") for name in idle]))
+            raise CheckFailed(unused(idle))
 
 
 def unused(names: Sequence[str]) -> Problem:
-    """Parameters that took no part in backward."""
+    """Parameters that took no part in backward; names: those of the loss module."""
+    names = [name.removeprefix("module.") for name in names]
     return Problem(
-        asked="gradients summed over all data-parallel ranks",
+        asked="a gradient for every parameter that is trained",
         found="took no part in backward: "
-        + (", ".join(names[:5]) or "parameters of an earlier microbatch only")
+        + (", ".join(names[:5]) or "parameters of an earlier microbatch only (replicas count the last)")
         + (f" and {len(names) - 5} more" if len(names) > 5 else ""),
         why="with layout.unused_parameters = false every parameter must take part in every step, on every rank",
         instead="--set layout.unused_parameters=true",

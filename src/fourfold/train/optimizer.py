@@ -124,7 +124,7 @@ class Optimizer:
         strangers = [
             name
             for name, p in self._parameters.items()
-            if parameters.get(name) is not p or local(p).data_ptr() != self._lies[name]
+            if parameters.get(name) is not p or local(p).data_ptr() != self._lies[name] or not p.requires_grad
         ]
         new = [name for name, p in parameters.items() if p.requires_grad and name not in self._parameters]
         if strangers or new:

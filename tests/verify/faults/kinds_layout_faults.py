@@ -149,10 +149,11 @@ def tie_reduced_before_its_second_use() -> None:
 
 def units_remembered_from_another_module() -> None:
     """How outputs are shared out is remembered by the number of ranks: key and value get what query got."""
-    units = tensor_parallel._own_units
     remembered: dict[int, Callable[[DTensor], Tensor]] = {}
 
-    def own(rule: Heads, cut: Any) -> Callable[[DTensor], Tensor]:
-        return remembered.setdefault(cut.ranks, units(rule, cut))
+    def own(_joined: Any, _rule: Heads, cut: Any) -> Callable[[DTensor], Tensor]:
+        return remembered.setdefault(
+            cut.ranks, lambda y: y.to_local()
+        )  # the first is query, whose heads divide
 
     tensor_parallel._own_units = own

@@ -69,9 +69,9 @@ def kv_gradient_not_summed() -> None:
     """A key head that two ranks hold gets the gradient of one rank's queries alone."""
     units = tensor_parallel._own_units
 
-    def own(rule: Heads, cut: Any) -> Any:
+    def own(joined: Any, rule: Heads, cut: Any) -> Any:
         if rule.units % cut.ranks == 0:
-            return units(rule, cut)
+            return units(joined, rule, cut)
         mine = cut.mesh.get_local_rank() * rule.units // cut.ranks
         return lambda y: y.to_local().narrow(
             -1, mine * (y.shape[-1] // rule.units), y.shape[-1] // rule.units

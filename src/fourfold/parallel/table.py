@@ -1,0 +1,97 @@
+"""What a sharding table must be for tensor parallel, before anything is cut by it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fourfold.models.protocol import Heads, Rule, pattern_of, typed, word
+from fourfold.spec.boxes import shard_range
+from fourfold.spec.degrees import nearest_divisors
+from fourfold.spec.errors import Problem, SpecError
+from fourfold.spec.rules_model import either
+
+
+def check_table(network: nn.Module, rules: dict[str, Rule], ranks: int) -> None:
+    """Raises SpecError for all rules by which `network` cannot be cut over `ranks`. Collectives: none."""
+    problems: list[Problem] = []
+    if all(rule == "replicate" for rule in rules.values()):
+        problems.append(
+            Problem(
+                asked=f"layout.tp = {ranks}",
+                found="a model whose sharding table cuts nothing",
+                why="tensor parallel would compute everything on every rank",
+                instead="a sharding() that says which Linear is column and which row (docs/own_model.md), or "
+                "--set layout.tp=1",
+            )
+        )
+    problems += [_bias(name, rules) for name in rules if _bias_differs(name, rules)]
+    parameters = dict(network.named_parameters())
+    for name, rule in rules.items():
+        shape = parameters[name].shape
+        if (rule == "row" and len(shape) < 2) or (isinstance(rule, Heads) and rule.units < 1):
+            problems.append(_cannot_be(name, rule, shape))
+            continue
+        length = shape[1] if rule == "row" and len(shape) > 1 else shape[0] if shape else 1
+        units = rule.units if isinstance(rule, Heads) else length
+        divides = units % ranks == 0 or (isinstance(rule, Heads) and ranks % units == 0)
+        if rule == "vocabulary" and not shard_range(length, ranks, ranks - 1)[1]:
+            problems.append(_no_rows(name, length, ranks))
+        if rule in ("replicate", "vocabulary") or (divides and length % units == 0):
+            continue
+        problems.append(
+            Problem(
+                asked=f"layout.tp = {ranks} with {name} of shape {tuple(shape)}",
+                found=f"{units} parts for {ranks} ranks"
+                if length % units == 0
+                else f"{length} outputs, which make no {units} equal parts",
+                why="tensor parallel gives every rank equally many whole parts of a dim",
+                instead=f"{either('layout.tp', nearest_divisors(units, ranks))} or another rule for it in the "
+                "model's sharding()"
+                if length % units == 0
+                else " or ".join(f"Heads({n})" for n in nearest_divisors(length, units)),
+            )
+        )
+    if problems:
+        raise SpecError(problems)
+
+
+def _bias_differs(name: str, rules: dict[str, Rule]) -> bool:
+    """Whether it is a bias that is not cut as the outputs of its weight are; as row it is another fault."""
+    owner, _, key = name.rpartition(".")
+    weight = rules.get(f"{owner}.weight")
+    if key != "bias" or weight is None or rules[name] == "row":
+        return False
+    return rules[name] != ("replicate" if weight == "row" else weight)
+
+
+def _bias(name: str, rules: dict[str, Rule]) -> Problem:
+    owner = name.rpartition(".")[0]
+    weight = rules[f"{owner}.weight"]
+    return Problem(
+        asked=f"sharding rules {word(weight)} for {owner}.weight and {word(rules[name])} for {name}",
+        found="outputs that are cut otherwise than the bias that is added to them",
+        why="the bias of a row is added once, to the summed outputs; any other is cut as its weight is",
+        instead=typed({pattern_of(name): "replicate" if weight == "row" else weight}),
+    )
+
+
+def _cannot_be(name: str, rule: Rule, shape: torch.Size) -> Problem:
+    if isinstance(rule, Heads):
+        found, why, instead = f"{rule.units} units", "there is at least one", "Heads(the number of heads)"
+    else:
+        found = f"a tensor of shape {tuple(shape)}"
+        why = "a row is cut over the inputs, dim 1: what has none is added once, whole, to the summed outputs"
+        instead = f'{{"{name}": "replicate"}} in the model\'s sharding()'
+    return Problem(asked=f"sharding rule {rule!r} for {name}", found=found, why=why, instead=instead)
+
+
+def _no_rows(name: str, rows: int, ranks: int) -> Problem:
+    """Rows need not divide, but torch's loss over a vocabulary that is cut takes no empty part of it."""
+    least = next(n for n in range(rows, rows + ranks * ranks) if shard_range(n, ranks, ranks - 1)[1])
+    return Problem(
+        asked=f"layout.tp = {ranks} with {name} of {rows} rows",
+        found=f"parts of {-(-rows // ranks)} rows, of which the last rank gets none",
+        why="the loss over a vocabulary that is cut needs a part of it on every rank",
+        instead=f"a vocabulary of {least} (the rest is never a target), or a smaller layout.tp",
+    )

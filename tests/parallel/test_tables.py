@@ -1,0 +1,146 @@
+"""Sharding tables that are wrong: told in words, with the entry to write, or as right as one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fourfold.models.protocol import Heads, Rule
+from tests.parallel import table_jobs
+
+ROW = '{"blocks.*.output.weight": "row", "blocks.*.output.bias": "replicate"} in the model\'s sharding()'
+
+
+def every(names: tuple[str, ...], rule: Rule) -> dict[str, Rule]:
+    return {f"blocks.*.{name}.*": rule for name in names}
+
+
+def both(name: str, rule: Rule) -> dict[str, Rule]:
+    return {f"blocks.*.{name}.{part}": rule for part in ("weight", "bias")}
+
+
+QKV = ("query", "key", "value")
+WRONG: list[tuple[int, dict[str, Rule], list[str]]] = [
+    (
+        2,
+        every(("query",), "column"),
+        [
+            "The size of tensor",
+            "table_jobs.py:",
+            '"blocks.0.query": "column" gives one tensor that is cut between ranks',
+            '"blocks.0.key", "blocks.0.value": Heads(4) gives each rank its own part, a plain tensor',
+            'type:  {"blocks.*.query.*": Heads(4)} in',
+        ],
+    ),
+    (2, every(("query",), "replicate"), ["whole on every rank", 'type:  {"blocks.*.query.*": Heads(4)} in']),
+    (2, every(("value",), "replicate"), ['type:  {"blocks.*.value.*": Heads(4)} in']),
+    (2, every(QKV, "column"), ["sharding strategy", '"blocks.*.value.*": Heads(n)}  (n: its heads)']),
+    (2, {"blocks.*.output.weight": "replicate"}, ["differs from rank to rank", f"type:  {ROW}"]),
+    (2, both("output", "column"), ["blocks.0.output", f"type:  {ROW}"]),
+    (2, both("output", Heads(4)), [f"type:  {ROW}"]),
+    (
+        2,
+        both("down", Heads(8)),
+        ['type:  {"blocks.*.down.weight": "row", "blocks.*.down.bias": "replicate"}'],
+    ),
+    (4, every(QKV, Heads(2)), ["type:  --set layout.tp=2 "]),
+    (4, every(("value",), Heads(2)), ['type:  {"blocks.*.value.*": Heads(4)} in']),
+    (
+        2,
+        every(("query",), Heads(3)),
+        ["8 outputs, which make no 3 equal parts", "type:  Heads(4) or Heads(2)"],
+    ),
+    (4, every(("query",), Heads(1)) | every(("up",), Heads(6)), ["6 parts for 4 ranks", "--set layout.tp=3"]),
+    (2, {"blocks.*.norm.*": Heads(4)}, ['Heads(4) for "blocks.0.norm"', '"blocks.*.norm.*": "replicate"']),
+    (
+        2,
+        {"head.weight": Heads(32)},
+        ["the network's output", '"head" gives each rank its own Heads', '{"head.*": "vocabulary"}'],
+    ),
+]
+
+
+@pytest.mark.parametrize(("tp", "change", "said"), WRONG, ids=[str(wrong[1]) for wrong in WRONG])
+def test_a_table_that_cannot_be_is_told_with_the_entry_to_write(ranks, tp, change, said):
+    for text in ranks(tp).run(table_jobs.told, change, {"tp": tp}, {}):
+        assert all(words in text for words in said), text
+        assert all(part in text for part in ("found: ", "why:   ", "type:  "))
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"head.weight": "replicate"}, {"embedding.weight": "replicate"}, {"blocks.*.norm.*": "column"}],
+    ids=str,
+)
+def test_a_table_that_gains_less_is_still_right(ranks, change, sp):
+    assert ranks(2).run(table_jobs.told, change, {"tp": 2, "sp": sp}, {}) == ["equal"] * 2
+
+
+DOWN = '{"blocks.*.down.weight": "row", "blocks.*.down.bias": "replicate"}'
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"blocks.*.down.weight": "replicate"}, ['"blocks.0.down", "replicate", takes what a column', DOWN]),
+        (both("down", "column"), ['"blocks.0.down", "column", takes what a column', DOWN]),
+        (
+            every(("up",), "replicate"),
+            ['"blocks.0.down", "row", takes what no col', '{"blocks.*.up.*": "column"}'],
+        ),
+    ],
+    ids=str,
+)
+def test_half_a_pair_is_right_but_for_sequence_parallel_which_refuses_it_on_every_rank(ranks, change, said):
+    assert ranks(2).run(table_jobs.told, change, {"tp": 2}, {}) == ["equal"] * 2
+    for text in ranks(2).run(table_jobs.told, change, {"tp": 2, "sp": True}, {}):
+        assert all(words in text for words in ["layout.sp = true", "--set layout.sp=false", *said]), text
+
+
+def test_a_bias_that_is_cut_otherwise_than_the_outputs_is_refused(ranks):
+    for name, rule, right in (("output", "column", "replicate"), ("up", "replicate", "column")):
+        change = both(name, "row" if name == "output" else "column") | {f"blocks.*.{name}.bias": rule}
+        for text in ranks(2).run(table_jobs.told, change | {f"blocks.*.{name}.*": None}, {"tp": 2}, {}):
+            assert f'"{rule}" for blocks.0.{name}.bias' in text
+            assert f'type:  {{"blocks.*.{name}.bias": "{right}"}} in' in text
+
+
+def test_a_number_of_heads_that_is_not_read_off_the_shape_is_told(ranks):
+    for text in ranks(2).run(table_jobs.told, {}, {"tp": 2}, {"heads": 4}):
+        assert "invalid for input of size" in text and "their sizes read off the shapes" in text
+
+
+def test_a_plain_tensor_that_meets_the_stream_of_a_model_with_heads_is_told(ranks):
+    for text in ranks(2).run(table_jobs.told, {}, {"tp": 2}, {"masked": True}):
+        assert '"embedding": "vocabulary" gives what is whole on every rank (a DTensor)' in text
+        assert "plain tensors of your own between Heads and row only" in text
+
+
+def test_one_tensor_of_two_rules_is_refused(ranks):
+    for text in ranks(2).run(table_jobs.told, {"head.weight": "row"}, {"tp": 2}, {"tied": True}):
+        assert 'sharding rules "vocabulary" for embedding.weight and "row" for head.weight' in text
+        assert "(tied)" in text and 'type:  {"head.weight": "vocabulary"}' in text
+
+
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"dp_replicate": 1, "tp": 2}),
+    (2, {"dp_replicate": 1, "tp": 2, "sp": True}),
+    (2, {"dp_replicate": 2}),
+    (2, {"dp_replicate": 1, "dp_shard": 2, "zero": 3}),
+]
+
+
+@pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=str)
+def test_a_layer_that_took_no_part_is_refused_on_every_layout(ranks, world, layout):
+    for text in ranks(world).run(table_jobs.idle_layer, layout, False):
+        assert "took no part in backward: idle." in text and "idle.weight" in text
+        assert "--set layout.unused_parameters=true" in text
+    assert ranks(world).run(table_jobs.idle_layer, layout, True) == ["idle.weight, idle.bias"] * world
+
+
+def test_and_on_one_device():
+    text = table_jobs.idle_layer({"dp_replicate": 1}, False)
+    assert "took no part in backward: idle.weight, idle.bias" in text
+    assert table_jobs.idle_layer({"dp_replicate": 1}, True) == "idle.weight, idle.bias"
