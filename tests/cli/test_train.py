@@ -125,6 +125,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
     assert gone(run)
 
 
+@pytest.mark.long
 def test_a_hung_rank_ends_the_run_and_is_named(tmp_path):
     run = tmp_path / "run"
     process = start(run)
@@ -135,7 +136,14 @@ def test_a_hung_rank_ends_the_run_and_is_named(tmp_path):
     assert gone(run)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+# SIGINT and SIGUSR1 in quick tests: tests/train/test_signals.py.
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(pytest.param(other, marks=pytest.mark.long) for other in (signal.SIGUSR1, signal.SIGINT)),
+    ],
+)
 def test_a_signal_ends_all_ranks_after_the_same_step(tmp_path, number):
     run = tmp_path / "run"
     process = start(run)
@@ -148,6 +156,7 @@ def test_a_signal_ends_all_ranks_after_the_same_step(tmp_path, number):
     assert gone(run)
 
 
+@pytest.mark.long
 def test_the_same_signal_twice_is_one_wish(tmp_path):
     run = tmp_path / "run"
     process = start(run)

@@ -30,13 +30,13 @@ def test_it_prints_a_table_and_the_next_command(spec, capsys):
 
 
 def test_json_is_one_document_whose_command_can_be_repeated(spec, capsys, tmp_path):
-    assert main(["verify", "resume", spec, "--world", "2", "--out", "here", "--json"]) == 0
+    assert main(["verify", "resume", spec, "--world", "1", "--out", "here", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["schema"] == "fourfold.verify.resume/1"
     assert document["verdict"] == "pass" and len(document["scenarios"]) == 3
     assert document["findings_file"] == "here/findings/resume.json"
     command = document["findings"][0]["command"]
-    assert command == "fourfold verify resume small.toml --world 2"
+    assert command == "fourfold verify resume small.toml --world 1"
     assert main([*command.split()[1:], "--out", "here", "--json"]) == 0
     repeated = json.loads(capsys.readouterr().out)
     assert [f["measured"] for f in repeated["findings"]] == [f["measured"] for f in document["findings"]]

@@ -63,21 +63,25 @@ def test_it_prints_within_80_columns(document):
     assert max(map(len, text[:-2])) <= 80
     assert sum(line == " -> caught" for line in text) == len(MISTAKES)
     assert any(line.startswith("not tested: bf16 and fp16 are faster") for line in text)
-    assert any(
-        line.startswith("fp16, scaled")
-        and line.endswith(", ".join(map(str, run(document, "fp16")["skipped_steps"])))
-        for line in text
-    )
+    fp16 = run(document, "fp16")
+    skipped = ", ".join(f"step {step}" for step in fp16["skipped_steps"])
+    (scales,) = [line for line in text if line.startswith("fp16, scaled") and line.endswith(f"  {skipped}")]
+    assert scales.split()[2:5] == ["65,536", f"{max(fp16['scales']):,.0f}", f"{fp16['scales'][-1]:,.0f}"]
+    told = " ".join(" ".join(text).split())
+    assert "loss in steps 1, 10, 20: 5." in told  # no loss without the step it belongs to
+    assert "loss scale 65,536 in step 4, 32,768 in step 6" in told
+    assert "asked for one loss scale on all ranks in step 4" in told
 
 
-def test_a_product_that_checks_nothing_fails_the_exercises(tmp_path):
+def test_a_product_that_checks_nothing_fails_the_exercises(tmp_path, monkeypatch):
+    monkeypatch.setattr(precision_mistakes, "STEPS", 12)  # one more than the mistake takes to ruin the loss
     lab = Lab(tmp_path, "tests.lab.precision_faults:no_checks", "")
     try:
         shown = [exercise(lab) for exercise in precision_mistakes.EXERCISES[:2]]
     finally:
         lab.close()
     assert [[finding.verdict for finding in each.findings] for each in shown] == [["pass", "fail"]] * 2
-    assert all(each.fourfold == ["trains to the end, without a word"] for each in shown)
+    assert all(each.fourfold[0].endswith("trains to the end, without a word") for each in shown)
 
 
 def test_another_error_than_the_one_expected_is_no_pass(tmp_path):

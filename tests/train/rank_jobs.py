@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from fourfold.spec.errors import FourfoldError
 from fourfold.spec.load import load_spec
 from fourfold.spec.settle import settle
 from fourfold.spec.spec import Spec
-from fourfold.train import loop, recorder
+from fourfold.train import loop, recorder, story
 from fourfold.train.checks import check_step
 from fourfold.train.setup import open_training
 from fourfold.train.step import accumulate, agree_totals, clip, update
@@ -255,6 +256,12 @@ def whole_run(folder: str, *sets: str) -> str:
     run = RunDir(Path(folder))
     with StopRequest() as stop:
         return loop.train(plan(dist.get_world_size(), *sets), joined_here(), run, stop, lambda *_: None)
+
+
+def told_run(folder: str, *sets: str) -> str:
+    """A run in which no silence is short enough."""
+    with patch.object(story, "QUIET_S", -1.0):
+        return whole_run(folder, *sets)
 
 
 def clock_calls(folder: str) -> list[str]:

@@ -91,6 +91,7 @@ def test_a_run_ends_when_the_disk_is_full_and_goes_on_when_there_is_room(disk):
     assert checkpoints(run) == [10, 12]
 
 
+@pytest.mark.long
 def test_a_run_may_go_on_while_the_disk_is_full(disk):
     run = disk / "run"
     process = go(run, sets=('checkpoint.on_error="go_on"', "checkpoint.keep_last=1"))
@@ -104,6 +105,7 @@ def test_a_run_may_go_on_while_the_disk_is_full(disk):
     assert checkpoints(run) == [12]
 
 
+@pytest.mark.long
 def test_a_signal_on_a_full_disk_does_not_end_in_75(disk):
     run = disk / "run"
     process = go(run, sets=("checkpoint.every=0", 'checkpoint.on_error="go_on"'))
@@ -116,6 +118,7 @@ def test_a_signal_on_a_full_disk_does_not_end_in_75(disk):
     assert list(RunDir(run).checkpoints.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_folder_that_may_not_be_written_is_told_in_mid_run_and_at_the_door(tmp_path):
     run = tmp_path / "run"
     place = RunDir(run).checkpoints

@@ -34,6 +34,26 @@ def test_a_run_leaves_its_record(ranks, tmp_path):
     assert "4/4" in (tmp_path / "log.txt").read_text()
 
 
+def test_whatever_lasts_is_told_by_rank_0(ranks, tmp_path):
+    sets = ("run.validate_every=2", "data.validation_fraction=0.3", "checkpoint.every=2")
+    assert ranks(2).run(rank_jobs.told_run, str(tmp_path), *sets) == ["finished"] * 2
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert lines[0] == "before the first step: warm-up: forward"
+    assert "step 1/4  forward" in lines  # a step of many microbatches, too
+    validated = [line for line in lines if "validation: " in line]
+    (samples,) = {
+        event["validation_samples"]
+        for event in rank_jobs.events(str(tmp_path), 0)
+        if event["kind"] == "validation"
+    }
+    count = -(-samples // 4)  # two of a microbatch on each of two ranks
+    assert count > 1
+    assert validated == [
+        f"step {step}/4  validation: batch {n + 1} of {count}" for step in (2, 4) for n in range(count)
+    ]
+    assert lines.count("step 2/4  save") > 2  # once for each tensor that rank 0 writes
+
+
 def test_events_hold_the_epoch_of_every_step(ranks, tmp_path):
     ranks(1).run(rank_jobs.whole_run, str(tmp_path), "run.steps=6")
     steps = [event for event in rank_jobs.events(str(tmp_path), 0) if event["kind"] == "step"]

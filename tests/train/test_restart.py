@@ -106,6 +106,7 @@ def test_after_a_kill_it_goes_on_as_the_same_run(tmp_path, undisturbed):
     assert "rank 1 was killed" in RunDir(run).failures_md.read_text()
 
 
+@pytest.mark.long
 def test_killed_before_anything_and_killed_again_while_it_is_started_again(tmp_path, undisturbed):
     run = tmp_path / "run"
     process = restarting(run, 2)
@@ -132,6 +133,7 @@ def test_killed_while_a_checkpoint_is_published(tmp_path, undisturbed):
     assert not list(RunDir(run).checkpoints.glob(".saving-*"))
 
 
+@pytest.mark.long
 def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path, undisturbed):
     run = tmp_path / "run"
     code, story = finish(restarting(run, 1, fault("damages_the_second_checkpoint")))
@@ -156,6 +158,7 @@ def test_a_hung_rank_is_ended_and_all_are_started_again(tmp_path, undisturbed):
     same(run, undisturbed)
 
 
+@pytest.mark.long
 def test_nothing_of_any_attempt_is_left(tmp_path, undisturbed):
     """A worker is killed, then a rank with a worker: the run ends well, without a process, port or shared memory."""
     run = tmp_path / "run"
@@ -189,6 +192,7 @@ def port_of(pid: int) -> int:
     return int(next(word for word in environment if word.startswith(b"MASTER_PORT=")).partition(b"=")[2])
 
 
+@pytest.mark.long
 def test_nothing_is_left_when_the_launcher_is_killed_after_a_restart(tmp_path):
     run = tmp_path / "run"
     process = restarting(run, 1, SLOW, "data.workers=1", "run.steps=100000", nproc=1)
@@ -205,6 +209,7 @@ def test_nothing_is_left_when_the_launcher_is_killed_after_a_restart(tmp_path):
         kill(process)
 
 
+@pytest.mark.long
 def test_who_dies_at_the_same_step_again_ends_the_run(tmp_path):
     run = tmp_path / "run"
     code, story = finish(restarting(run, 1, fault("always_dies")))
@@ -224,6 +229,7 @@ def test_a_value_that_is_not_finite_is_not_tried_again(tmp_path):
     assert [pids(run, attempt) != [] for attempt in (0, 1)] == [True, False]
 
 
+@pytest.mark.long
 def test_a_directory_that_cannot_be_written_any_more_ends_it_with_the_failure(tmp_path):
     run = tmp_path / "run"
     process = restarting(run, 1, nproc=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -67,13 +68,6 @@ def same(run: Path, undisturbed: Path, nproc: int = 2) -> None:
     assert [ids(run, rank) for rank in range(nproc)] == [ids(undisturbed, rank) for rank in range(nproc)]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    run = tmp_path_factory.mktemp("undisturbed") / "run"
-    go_to_the_end(run)
-    return run
-
-
 # A transform that takes a while, so that a run of a few steps can be met in the middle of one.
 SLOW = 'data.transforms=[{kind="import", target="tests.train.rank_jobs:slowly"}]'
 
@@ -92,38 +86,48 @@ def kill_after(run: Path, step: int, number: int, *sets: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def undisturbed_slowly(tmp_path_factory):
-    run = tmp_path_factory.mktemp("undisturbed") / "slow"
-    go_to_the_end(run, sets=(SLOW,))
+def undisturbed(tmp_path_factory):
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    go_to_the_end(run, "--resume", "auto", sets=(SLOW,))
     return run
 
 
-def test_a_killed_run_goes_on_as_the_same_run(tmp_path, undisturbed_slowly):
-    run = tmp_path / "run"
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    run = tmp_path_factory.mktemp("killed") / "run"
     assert kill_after(run, 6, signal.SIGKILL, SLOW) == 128 + 9
+    return run
+
+
+def a_copy(run: Path, folder: Path) -> Path:
+    """For a test that goes on with what another left."""
+    return Path(shutil.copytree(run, folder / "run"))
+
+
+def test_a_killed_run_goes_on_as_the_same_run(tmp_path, killed, undisturbed):
+    run = a_copy(killed, tmp_path)
     story = go_to_the_end(run, "--resume", "must", sets=(SLOW,))
     assert "step-00000004" in story
-    same(run, undisturbed_slowly)
+    same(run, undisturbed)
 
 
-def test_a_stopped_run_saves_first_and_goes_on_from_there(tmp_path, undisturbed_slowly):
+def test_a_stopped_run_saves_first_and_goes_on_from_there(tmp_path, undisturbed):
     run = tmp_path / "run"
     assert kill_after(run, 6, signal.SIGTERM, SLOW) == 75
     stopped = next(int(str(e["step"])) for e in events(run, 0) if e["kind"] == "end")
     assert read_manifest(newest_valid(RunDir(run).checkpoints).path).step == stopped
     go_to_the_end(run, "--resume", "auto", sets=(SLOW,))
-    same(run, undisturbed_slowly)
+    same(run, undisturbed)
 
 
 def test_resume_falls_back_over_a_damaged_checkpoint_and_says_so(tmp_path, undisturbed):
-    run = tmp_path / "run"
-    go_to_the_end(run)
+    run = a_copy(undisturbed, tmp_path)
     newest = newest_valid(RunDir(run).checkpoints).path
     shard = next(newest.glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    story = go_to_the_end(run, "--resume", "must")
+    story = go_to_the_end(run, "--resume", "must", sets=(SLOW,))
     assert "passed over" in story
     assert "passed over" in RunDir(run).log.read_text()
     assert newest.name in story
@@ -131,35 +135,33 @@ def test_resume_falls_back_over_a_damaged_checkpoint_and_says_so(tmp_path, undis
 
 
 def test_what_cannot_go_on_is_refused(tmp_path, undisturbed):
-    nowhere = go(tmp_path / "nowhere", "--resume", "must")
+    nowhere = go(tmp_path / "nowhere", "--resume", "must", sets=(SLOW,))
     code, story = finish(nowhere)
     assert code == 5, story
-    code, story = finish(go(undisturbed, "--resume", "auto", sets=("optimizer.lr=0.5", "model.hidden=9")))
+    code, story = finish(
+        go(undisturbed, "--resume", "auto", sets=(SLOW, "optimizer.lr=0.5", "model.hidden=9"))
+    )
     assert code == 2
     assert "optimizer.lr" in story
     assert "model.hidden" in story
-    code, story = finish(go(undisturbed))
+    code, story = finish(go(undisturbed, sets=(SLOW,)))
     assert code == 2
     assert "used already" in story
 
 
-def test_auto_begins_where_there_is_nothing(tmp_path, undisturbed):
-    run = tmp_path / "run"
-    go_to_the_end(run, "--resume", "auto")
-    same(run, undisturbed)
-    assert (
-        subprocess.run([*FOURFOLD, "ckpt", "validate", str(run)], check=False, capture_output=True).returncode
-        == 0
-    )
+def test_auto_begins_where_there_is_nothing(undisturbed):
+    """And is the same run as others of this file, which were begun without it."""
+    assert [step for step, *_ in curve(undisturbed)] == list(range(1, 13))
+    validated = [*FOURFOLD, "ckpt", "validate", str(undisturbed)]
+    assert subprocess.run(validated, check=False, capture_output=True).returncode == 0
 
 
-def test_a_finished_run_has_nothing_to_do(tmp_path):
-    run = tmp_path / "run"
-    go_to_the_end(run)
+def test_a_finished_run_has_nothing_to_do(tmp_path, undisturbed):
+    run = a_copy(undisturbed, tmp_path)
     files = [path for path in run.rglob("*") if path.name != "lock"]
     before = [path.stat().st_mtime_ns for path in files]
     for resume in ("must", "auto"):
-        process = go(run, "--resume", resume, "--json")
+        process = go(run, "--resume", resume, "--json", sets=(SLOW,))
         out, story = process.communicate(timeout=60)
         assert process.returncode == 0, story
         assert f"{run} is finished: step 12 of 12, nothing to do" in unfolded(story)
@@ -168,7 +170,7 @@ def test_a_finished_run_has_nothing_to_do(tmp_path):
     assert [path.stat().st_mtime_ns for path in files] == before
     lines = RunDir(run).events(1).read_text().splitlines(keepends=True)
     RunDir(run).events(1).write_text("".join(lines[:-1]))  # killed before it said so
-    story = go_to_the_end(run, "--resume", "must")
+    story = go_to_the_end(run, "--resume", "must", sets=(SLOW,))
     assert "goes on from" in story and "nothing to do" not in story
 
 
@@ -185,9 +187,8 @@ def test_two_runs_on_one_directory_are_refused(tmp_path):
     assert finish(first)[0] == 75
 
 
-def test_a_run_under_torchrun_goes_on(tmp_path, undisturbed_slowly):
-    run = tmp_path / "run"
-    assert kill_after(run, 6, signal.SIGKILL, SLOW) == 128 + 9
+def test_a_run_under_torchrun_goes_on(tmp_path, killed, undisturbed):
+    run = a_copy(killed, tmp_path)
     words = go_words(run, "--resume", "must", sets=(SLOW,))
     torchrun = [
         sys.executable,
@@ -201,7 +202,7 @@ def test_a_run_under_torchrun_goes_on(tmp_path, undisturbed_slowly):
     ]
     done = subprocess.run([*torchrun, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    same(run, undisturbed_slowly)
+    same(run, undisturbed)
     done = subprocess.run([*torchrun, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "is finished: step 12 of 12, nothing to do" in unfolded(done.stderr)

@@ -153,6 +153,7 @@ def test_before_the_run_is_begun_a_signal_ends_it_and_nothing_is_written(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
 
+@pytest.mark.long
 def test_a_signal_while_the_run_is_begun_stops_it_after_its_first_step(tmp_path):
     process = told_in(
         tmp_path, ("fourfold.train.start", "environment", "before"), signal.SIGTERM, "data.workers=0"
@@ -168,7 +169,7 @@ def test_a_signal_while_the_run_is_begun_stops_it_after_its_first_step(tmp_path)
     "place",
     [
         ("fourfold.launch.agent", "_check", "before"),
-        ("fourfold.launch.agent", "launch", "after"),
+        pytest.param(("fourfold.launch.agent", "launch", "after"), marks=pytest.mark.long),
         ("fourfold.cli.main", "_run", "after"),
     ],
 )
@@ -181,7 +182,7 @@ def test_a_signal_before_the_first_rank_or_after_the_last(tmp_path, place):
     assert newest_step(tmp_path / "run") == (1 if place[2] == "before" else 2)
 
 
-@pytest.mark.parametrize("name", ["write_request", "environment"])
+@pytest.mark.parametrize("name", ["write_request", pytest.param("environment", marks=pytest.mark.long)])
 def test_a_start_that_is_killed_while_the_run_is_begun_can_be_repeated(tmp_path, name):
     small = ("run.steps=2", "data.workers=0")
     process = told_in(tmp_path, ("fourfold.train.start", name, "before"), signal.SIGKILL, *small)
@@ -234,7 +235,7 @@ def test_a_save_that_takes_much_of_the_grace_is_told(ranks, tmp_path):
         ) is told
 
 
-@pytest.mark.parametrize("launcher", ["fourfold", "torchrun"])
+@pytest.mark.parametrize("launcher", ["fourfold", pytest.param("torchrun", marks=pytest.mark.long)])
 def test_nothing_is_left_of_a_killed_rank_whose_workers_wait_to_be_read(tmp_path, launcher):
     run = tmp_path / "run"
     wide = ("model.args.inputs=20000", "data.inputs=20000")  # a microbatch is more than a pipe takes

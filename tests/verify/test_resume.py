@@ -39,7 +39,7 @@ def finding(document, *parts):
     return next(f for f in document["findings"] if all(part in f["claim"] for part in parts))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_run_goes_on_as_the_same_run(tmp_path, world):
     told: list[str] = []
     spec = smallest("model.dropout=0.2", 'data.last_batch="keep"')
@@ -91,6 +91,7 @@ def test_a_run_that_is_cut_between_ranks_goes_on_as_the_same_run(tmp_path, world
     assert document["verdict"] == "pass", failed(document)
 
 
+@pytest.mark.long
 def test_a_decoder_with_documents_tied_weights_and_dropout_goes_on_as_the_same_run(small, tmp_path):
     document = verify_resume(small(), 2, out=tmp_path)
     assert document["verdict"] == "pass", failed(document)
@@ -105,8 +106,9 @@ def test_a_decoder_on_four_ranks_goes_on_as_the_same_run(tmp_path, precision):
     assert document["verdict"] == "pass", failed(document)
 
 
-def test_a_users_model_and_transform_that_draw_from_the_processes_streams(tmp_path):
-    document = verify_resume(load_spec("tiny", [*OWN, DRAWS]).spec, 2, out=tmp_path)
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_users_model_and_transform_that_draw_from_the_processes_streams(tmp_path, world):
+    document = verify_resume(load_spec("tiny", [*OWN, DRAWS]).spec, world, out=tmp_path)
     assert document["verdict"] == "pass", failed(document)
     assert document["scenarios"][1]["workers"] == 2
 

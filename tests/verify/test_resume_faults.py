@@ -55,6 +55,21 @@ CAUGHT_IN_OWN = {
     "streams_not_restored": (LOADED, "rank 0, random stream rank0.torch", "what a new run begins with"),
 }
 
+# Every kind has a quick one: state, streams, position, an epoch's edge, rate, time of saving, record, own state.
+LONG = {
+    "step_counter_reset",
+    "epoch_begun_anew",
+    "epoch_repeated_at_its_edge",
+    "rate_from_the_decayed_one",
+    "weights_saved_one_step_late",
+    "validation_left_out",
+    "batches_not_counted_on",
+}
+
+
+def quick_or_long(faults):
+    return [pytest.param(each, marks=pytest.mark.long) if each in LONG else each for each in faults]
+
 
 @pytest.fixture(scope="module")
 def clean(small, tmp_path_factory):
@@ -108,14 +123,14 @@ def test_a_run_without_a_fault_passes(clean, score, sets):
     assert left.keys() == {"undisturbed", *(one["name"] for one in document["scenarios"])}
 
 
-@pytest.mark.parametrize("fault", CAUGHT)
+@pytest.mark.parametrize("fault", quick_or_long(CAUGHT))
 def test_a_fault_is_caught_and_its_beginning_named(verb, score, clean, tmp_path, fault):
     score[fault] = False
     caught(verb, tmp_path / "out", clean, fault, MLP, CAUGHT[fault])
     score[fault] = True
 
 
-@pytest.mark.parametrize("fault", CAUGHT_IN_OWN)
+@pytest.mark.parametrize("fault", quick_or_long(CAUGHT_IN_OWN))
 def test_a_fault_in_what_a_user_brings_along_is_caught(verb, score, clean, tmp_path, fault):
     score[fault] = False
     caught(verb, tmp_path / "out", clean, fault, OWN, CAUGHT_IN_OWN[fault])

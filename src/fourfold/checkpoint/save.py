@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,18 @@ class NotSaved(DataError):
 
 
 def save(
-    tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], folder: Path | str, facts: SaveFacts
+    tensors: Mapping[str, torch.Tensor],
+    state: Mapping[str, Any],
+    folder: Path | str,
+    facts: SaveFacts,
+    writing: Callable[[], None] = lambda: None,
 ) -> Path:
     """Save a checkpoint of all ranks into `folder`, which holds the checkpoints of a run; returns the new one's path.
 
     tensors: by name; a DTensor is saved in the boxes its ranks hold. A plain tensor that several ranks name is taken
         to be the same on all of them: one of them writes it. They must not change during the call.
     state: everything else, as JSON (text keys, finite numbers); rank 0's is saved.
+    writing: called before each tensor that this rank writes.
     facts: rank 0's count. Every rank calls, with or without tensors of its own.
     Collectives: those of torch.distributed.checkpoint.save on the default group: gather, scatter, gather, broadcast
     of objects, and a small sum if it fails; none in a world of one. When it returns on any rank, everything is on disk,
@@ -40,7 +45,7 @@ def save(
     """
     folder = Path(folder)
     asked = f"save the checkpoint of step {facts.step}: {folder}"
-    writer = SafetensorsWriter(folder, state, facts, rank_here())
+    writer = SafetensorsWriter(folder, state, facts, rank_here(), writing)
     # Large ones first: a replicated tensor goes to the rank that has least to write so far.
     ordered = dict(sorted(tensors.items(), key=lambda named: -named[1].nbytes))
     planner = default_planner.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

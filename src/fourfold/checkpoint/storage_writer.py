@@ -10,7 +10,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,8 +34,16 @@ from fourfold.spec.errors import FourfoldError, Problem
 class SafetensorsWriter(StorageWriter):
     """One save into `ckpt_dir`; torch calls its methods in the order in which they stand here."""
 
-    def __init__(self, ckpt_dir: Path, state: Mapping[str, Any], facts: SaveFacts, rank: int) -> None:
-        """`state` and `facts` count on rank 0 alone."""
+    def __init__(
+        self,
+        ckpt_dir: Path,
+        state: Mapping[str, Any],
+        facts: SaveFacts,
+        rank: int,
+        writing: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`state` and `facts` count on rank 0 alone. writing: called before each tensor of this rank is written."""
+        self._writing = writing
         self._ckpt_dir = ckpt_dir
         self._state = state
         self._facts = facts
@@ -80,7 +88,7 @@ class SafetensorsWriter(StorageWriter):
             path = folder / f"rank{self._rank:05d}.safetensors"
             if self._folder is None:
                 self._hold(folder)
-            record = write_shard(path, [_outgoing(item, planner) for item in items])
+            record = write_shard(path, [_outgoing(item, planner, self._writing) for item in items])
             results = [WriteResult(item.index, 0, _chunk(path.name, item)) for item in items]
             results.append(WriteResult(MetadataIndex(path.name), record.bytes, record))
         done: Future[list[WriteResult]] = Future()
@@ -136,11 +144,12 @@ def _holds_something(item: WriteItem) -> bool:
     return math.prod(item.tensor_data.chunk.sizes) > 0 or math.prod(item.tensor_data.size) == 0
 
 
-def _outgoing(item: WriteItem, planner: SavePlanner) -> Outgoing:
+def _outgoing(item: WriteItem, planner: SavePlanner, writing: Callable[[], None]) -> Outgoing:
     assert item.tensor_data, "prepare_local_plan lets only tensors pass"
     dtype = _dtype_name(item.tensor_data.properties.dtype)
 
     def resolve() -> torch.Tensor:
+        writing()
         tensor = planner.resolve_data(item)
         assert isinstance(tensor, torch.Tensor), "prepare_local_plan lets only tensors pass"
         return tensor

@@ -15,9 +15,15 @@ def precision_lines(document: Mapping[str, Any]) -> list[str]:
     """The precisions beside each other, then every mistake: what comes of it, and what the product says."""
     runs = document["runs"]
     lines = [
-        f"a small decoder on real text, {document['steps']} steps",
+        *wrapped(
+            f"a small decoder of {document['parameters']:,} parameters on real text, on one rank: {document['steps']} "
+            f"steps of {document['tokens_per_step']} tokens",
+            0,
+        ),
         "",
         *_curves(runs, document["steps"]),
+        "",
+        *_scales(runs, document["steps"], document["scale_every"]),
         "",
         *_sizes(runs),
         "",
@@ -37,15 +43,24 @@ def precision_lines(document: Mapping[str, Any]) -> list[str]:
 
 def _curves(runs: Sequence[Mapping[str, Any]], steps: int) -> list[str]:
     shown = [round(1 + at * (steps - 1) / (_SHOWN - 1)) for at in range(_SHOWN)]
-    rows = [
-        [
-            run["title"],
-            *(f"{float(run['losses'][step - 1]):.4f}" for step in shown),
-            ", ".join(map(str, run["skipped_steps"])) or "none",
-        ]
-        for run in runs
-    ]
-    return table(["loss", *(f"step {step}" for step in shown), "steps skipped"], rows).splitlines()
+    rows = [[run["title"], *(f"{float(run['losses'][step - 1]):.4f}" for step in shown)] for run in runs]
+    head = "training loss of single steps, nats per target token"
+    return [head, *table(["", *(f"step {step}" for step in shown)], rows).splitlines()]
+
+
+def _scales(runs: Sequence[Mapping[str, Any]], steps: int, every: int) -> list[str]:
+    rows = []
+    for run in runs:
+        scales = [scale for scale in run["scales"] if scale is not None]
+        skipped = ", ".join(f"step {step}" for step in run["skipped_steps"]) or "none"
+        figures = [f"{scale:,.0f}" for scale in (scales[0], max(scales), scales[-1])] if scales else ["-"] * 3
+        rows.append([run["title"], *figures, skipped])
+    told = (
+        f'loss scale: what the loss is multiplied by before backward; "scaled" doubles it after {every} updates in a '
+        "row, and halves it after a step whose gradient overflows, which makes no update"
+    )
+    heads = ["", "in step 1", "at most", f"in step {steps}", "steps without an update"]
+    return [*wrapped(told, 0), *table(heads, rows).splitlines()]
 
 
 def _sizes(runs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -57,7 +72,12 @@ def _sizes(runs: Sequence[Mapping[str, Any]]) -> list[str]:
         ]
         for run in runs
     ]
-    return table(["bytes", "parameters", "moments", "kept for backward", "tokens/s here"], rows).splitlines()
+    told = (
+        "memory in bytes: the parameters that AdamW updates, its two moments, and what a microbatch's forward keeps "
+        "for its backward; speed on this machine, the median of the later steps"
+    )
+    heads = ["", "parameters", "moments", "kept for backward", "tokens/s"]
+    return [*wrapped(told, 0), *table(heads, rows).splitlines()]
 
 
 def _gradients(runs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -66,5 +86,11 @@ def _gradients(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     for run in runs:
         of = run["gradient_in_a_large_batch"]
         rows.append([run["title"], f"{of['vanished']:.1%}", f"{of['gap']:.1e}" if of["gap"] else "0"])
-    head = f"one microbatch's gradient, were its step one of {tokens:,} tokens"
-    return [head, *table(["", "vanished", "off fp32's, of its norm"], rows).splitlines()]
+    told = (
+        f"gradient of one microbatch, divided as in a step of {tokens:,} tokens: the share of its elements that are 0, "
+        "and the norm of its difference from fp32's, over the norm of fp32's"
+    )
+    return [
+        *wrapped(told, 0),
+        *table(["", "elements that are 0", "difference from fp32's"], rows).splitlines(),
+    ]

@@ -118,6 +118,12 @@ class Loader:
         return _batch(microbatch, self._microbatches.seed)
 
 
+def validation_length(source: Source, micro_batch: int, degree: int, limit: int | None = None) -> int:
+    """How many batches `validation_batches` gives each rank."""
+    samples = len(source) if limit is None else min(limit, len(source))
+    return -(-samples // (micro_batch * degree))
+
+
 def validation_batches(
     source: Source, micro_batch: int, degree: int, dp_rank: int, seed: int, limit: int | None = None
 ) -> Iterator[Batch]:
@@ -129,7 +135,7 @@ def validation_batches(
     """
     samples = len(source) if limit is None else min(limit, len(source))
     order = SampleOrder(len(source), seed)
-    for number in range(-(-samples // (micro_batch * degree))):
+    for number in range(validation_length(source, micro_batch, degree, limit)):
         rows = (number * degree + dp_rank) * micro_batch + np.arange(micro_batch, dtype=np.int64)
         ids = np.full(micro_batch, FILLER, dtype=np.int64)
         ids[rows < samples] = order.ids(0, rows[rows < samples])

@@ -21,16 +21,18 @@ def clip_before_unscale(lab: Lab) -> Shown:
         "gradients are clipped before they are unscaled",
         "Scaled gradients are tens of thousands of times longer, so every step is clipped; dividing by the scale "
         "afterwards leaves gradients that are as many times too short. The bound is not the one that was asked for, it "
-        "moves with the scale, and the smallest gradients come down to AdamW's eps.",
+        "moves with the scale, and the smallest gradients come down to AdamW's eps. The check is in the warm-up before "
+        "step 1, which uses small scales: there the gradients are less too short.",
     )
     plan = lab.plan(1, *FP16)
     right, wrong = (lab.in_ranks(1, ranks.by_hand, plan, STEPS, one)[0] for one in ("", shown.name))
     scale, bound = wrong["scale"][0], plan.spec.optimizer.clip_norm
     ratio = wrong["norm"][0] / right["norm"][0]
     shown.seen += [
-        f"step 1: norm {wrong['norm'][0]:.4g} in place of {right['norm'][0]:.4g}; after clipping and unscaling "
-        f"{wrong['clipped'][0]:.3g} in place of {right['clipped'][0]:.3g}",
-        f"losses {losses(wrong['loss'])} in place of {losses(right['loss'])}: no error, and a curve that falls",
+        f"gradient norm in step 1: {wrong['norm'][0]:,.0f} before clipping, in place of {right['norm'][0]:.3g}; "
+        f"{wrong['clipped'][0]:.3g} after clipping and unscaling, in place of {right['clipped'][0]:.3g} "
+        f"(loss scale {scale:,.0f}, optimizer.clip_norm {bound:g})",
+        f"{losses(wrong['loss'], right['loss'])}; no error, and a curve that falls",
     ]
     lab.fact(
         shown,
@@ -56,8 +58,7 @@ def half_everything(lab: Lab) -> Shown:
     right, wrong = (lab.in_ranks(1, ranks.by_hand, plan, STEPS, one)[0] for one in ("", shown.name))
     ruined = next((at for at, loss in enumerate(wrong["loss"], 1) if not math.isfinite(loss)), None)
     shown.seen.append(
-        f"losses {losses(wrong['loss'])} in place of {losses(right['loss'])}"
-        + (f"; not a number from step {ruined} on" if ruined else "")
+        losses(wrong["loss"], right["loss"]) + (f"; not a number from step {ruined} on" if ruined else "")
     )
     lab.fact(
         shown,
@@ -74,7 +75,7 @@ def inf_on_one_rank(lab: Lab) -> Shown:
     """An overflow in one rank's share, and each rank decides for itself."""
     shown = Shown(
         "each-rank-alone",
-        "an Inf on one rank of two, and each rank decides alone whether to skip",
+        "an Inf on one rank of two, each decides alone whether to skip",
         "Under zero 2 each rank has a share of the gradient. The rank whose share overflowed skips and backs off; the "
         "other updates. From then on half of the model is a step ahead, and gradients are summed under two scales.",
     )
@@ -82,24 +83,29 @@ def inf_on_one_rank(lab: Lab) -> Shown:
     both = lab.in_ranks(2, ranks.by_hand, plan, STEPS_OF_TWO, "inf-on-one-rank")
     alone = lab.in_ranks(2, ranks.by_hand, plan, STEPS_OF_TWO, shown.name)
     shown.seen += [
-        f"rank {rank}: {'skips' if seen['skipped'][INF_STEP] else 'updates'} in step {INF_STEP + 1}; "
-        f"{seen['updates']} updates in {STEPS_OF_TWO} steps; the scale is {seen['scale'][-1]:g}"
+        f"rank {rank}: {'no update' if seen['skipped'][INF_STEP] else 'an update'} in step {INF_STEP + 1}; "
+        f"{seen['updates']} updates in {STEPS_OF_TWO} steps; loss scale {seen['scale'][INF_STEP]:,.0f} in step "
+        f"{INF_STEP + 1}, {seen['scale'][-1]:,.0f} in step {STEPS_OF_TWO}"
         for rank, seen in enumerate(alone)
     ]
     lab.fact(
         shown,
         "where each decides alone, one rank skips and the other does not, without an error",
         f"rank {INF_RANK} alone skips; other scales; other counts of updates",
-        ", ".join(f"{seen['updates']} updates under {seen['scale'][-1]:g}" for seen in alone),
+        "; ".join(
+            f"rank {rank}: {seen['updates']} updates, then a loss scale of {seen['scale'][-1]:,.0f}"
+            for rank, seen in enumerate(alone)
+        ),
         alone[0]["updates"] == alone[1]["updates"] + 1 and alone[0]["scale"][-1] == 2 * alone[1]["scale"][-1],
     )
     lab.fact(
         shown,
-        "the product skips on every rank, moves no parameter, and halves the scale on all of them",
+        "the product skips on every rank, moves no parameter, and halves the loss scale on all of them",
         f"{STEPS_OF_TWO - 1} updates on each, nothing moved in step {INF_STEP + 1}",
         "; ".join(
-            f"{seen['updates']} updates, {seen['moved'][INF_STEP]:.0%} moved, then scale {seen['scale'][-1]:g}"
-            for seen in both
+            f"rank {rank}: {seen['updates']} updates, {seen['moved'][INF_STEP]:.0%} of its elements moved in step "
+            f"{INF_STEP + 1}, then a loss scale of {seen['scale'][-1]:,.0f}"
+            for rank, seen in enumerate(both)
         ),
         all(
             seen["skipped"] == [at == INF_STEP for at in range(STEPS_OF_TWO)]
@@ -123,13 +129,14 @@ def _recorded(lab: Lab, shown: Shown) -> None:
     lines = [int(line["step"]) for line in reader.metrics() if line.get("skipped")]
     events = [[int(e["step"]) for e in reader.events(rank) if e["kind"] == "skipped"] for rank in (0, 1)]
     shown.fourfold.append(
-        f"after the same accident step {INF_STEP + 1} is skipped on both ranks; the run goes on"
+        f"its own loop after the same accident, without the mistake: step {INF_STEP + 1} makes no update on either "
+        "rank, and the run goes on"
     )
     lab.fact(
         shown,
         "the skipped step stands in the metrics, and in the events of both ranks",
         f"step {INF_STEP + 1} in each",
-        f"metrics {lines}, events {events}",
+        f"steps {lines} in the metrics, {events[0]} in the events of rank 0, {events[1]} in those of rank 1",
         lines == [INF_STEP + 1] and events == [[INF_STEP + 1]] * 2,
     )
 

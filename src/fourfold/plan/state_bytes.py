@@ -178,12 +178,15 @@ def beyond_textbook(spec: Spec) -> str:
             "and they stay when the gradients are dropped"
         )
     if engine != "zero":
-        return "as the table has it; gradients are dropped after each step"
+        return "as the textbook has it; gradients are dropped after each step"
     input_kept = "; the input of the last unit's reduce-scatter is kept until the next one"
     if zero == 3:
-        return "as the table has it between units; while one computes it is held whole" + input_kept
+        return (
+            "as the textbook has it while no unit (what FSDP2 gathers at once) computes; one that does is held whole"
+            + input_kept
+        )
     return (
-        "FSDP2 holds the shard that is updated and the gathered copy that is computed with: the table has the "
-        f"parameter once. At the end of a step the copy is dropped, which the table keeps"
+        "FSDP2 holds the shard that is updated and the gathered copy that is computed with, where the textbook counts "
+        f"a parameter once. At the end of a step the copy is dropped, which the textbook keeps"
         f"{input_kept if zero == 2 else ''}"
     )

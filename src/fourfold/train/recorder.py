@@ -29,7 +29,7 @@ from fourfold.train.setup import Training
 from fourfold.train.state import unsaved
 from fourfold.train.step import LossPair, Totals
 from fourfold.train.story import Story
-from fourfold.train.validation import ValidationResult
+from fourfold.train.validation import ValidationResult, batches_each
 
 HOLD_BYTES = 2**24  # of each file's lines, kept in memory while the disk is full and the run may go on
 
@@ -55,6 +55,8 @@ class Recorder:
         self._slowest_s = training.spec.run.grace_s / 2  # a save may take so long without a word
         self._going = 1  # the step that goes on, from 1
         self._memory_until = 0  # up to this step, what is held is recorded
+        self._beats = 0  # so far in this validation
+        self._validation_batches = batches_each(training)
 
     def __enter__(self) -> Recorder:
         goes_on = self._training.spec.checkpoint.on_error == "go_on"
@@ -66,6 +68,7 @@ class Recorder:
         self._event("census", 0, **self._training.census)
         self._memory("after init", 0)
         self._training.between = lambda: self._memory("between microbatches", self._going)
+        self._passed_on, self._training.beat = self._training.beat, self._beat
         return self
 
     def __exit__(
@@ -222,6 +225,17 @@ class Recorder:
                 told += f"; run.grace_s gives {self._training.spec.run.grace_s:g} s to the end of every rank"
             self._story.say(told)
         return ending
+
+    def _beat(self, step: int, phase: str, patient: bool = False) -> None:
+        """A sign of life is passed on; what lasts, before the first step, in one or after it, is told, too."""
+        self._passed_on(step, phase, patient)
+        told = f"step {step}/{self._plan.steps}  {phase}" if step else f"before the first step: {phase}"
+        if phase == "validation":
+            self._beats += 1
+            told += f": batch {self._beats} of {self._validation_batches}"
+        else:
+            self._beats = 0
+        self._story.progress_if_silent(told)
 
     def _memory(self, instant: Instant, step: int) -> None:
         """What this rank holds by category, while that is asked for: bytes, beside those of the plan."""

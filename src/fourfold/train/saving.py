@@ -66,7 +66,13 @@ def save_state(training: Training, run: RunDir, step: int, batches: Sequence[Bat
         never_updated=never_updated(training),
         loss_scale=training.scale.state(),
     )
-    return save(tensors_of(training), state.model_dump(mode="json"), run.checkpoints, facts)
+    return save(
+        tensors_of(training),
+        state.model_dump(mode="json"),
+        run.checkpoints,
+        facts,
+        writing=lambda: training.beat(step + 1, "save", True),
+    )
 
 
 def load_state(training: Training, folder: Path) -> Restored:

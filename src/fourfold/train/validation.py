@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from fourfold.collectives.sums import start_sum, sum_floats
-from fourfold.data.loader import validation_batches
+from fourfold.data.loader import validation_batches, validation_length
 from fourfold.launch.stop import StopRequest
 from fourfold.train.observe import observing
 from fourfold.train.precision import autocast
@@ -29,6 +29,23 @@ class ValidationResult:
     seconds: float
 
 
+def batches_each(training: Training) -> int:
+    """How many batches a validation takes on every rank."""
+    source, micro_batch = training.sources.validation, training.spec.batch.micro_batch
+    assert micro_batch, "the Spec is not settled"
+    return (
+        0
+        if source is None
+        else validation_length(source, micro_batch, training.parallel.degree, _limit(training))
+    )
+
+
+def _limit(training: Training) -> int | None:
+    spec = training.spec
+    assert spec.batch.global_batch, "the Spec is not settled"
+    return spec.run.validation_batches * spec.batch.global_batch or None
+
+
 def validate(
     training: Training, step: int, stop: StopRequest | None = None
 ) -> ValidationResult | Literal["broken off"] | None:
@@ -43,7 +60,7 @@ def validate(
         return None
     start = time.perf_counter()
     spec, parallel = training.spec, training.parallel
-    assert spec.batch.micro_batch and spec.batch.global_batch, "the Spec is not settled"
+    assert spec.batch.micro_batch, "the Spec is not settled"
     float_dtype = training.dtype if training.dtype is torch.float64 else None
     sums = torch.zeros(3, dtype=torch.float64, device=training.device)
     wishes = start_sum([int(stop is not None and stop.requested)])
@@ -54,7 +71,7 @@ def validate(
             parallel.degree,
             parallel.dp_rank,
             spec.run.seed,
-            limit=spec.run.validation_batches * spec.batch.global_batch or None,
+            limit=_limit(training),
         ):
             training.beat(step + 1, "validation")
             if wishes.wait() != [0]:  # sent when the batch before began
