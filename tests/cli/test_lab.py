@@ -80,6 +80,16 @@ def test_resume_with_an_unknown_option_is_usage(asked, capsys):
     assert not asked and "--steps" in capsys.readouterr().err
 
 
+def test_a_device_check_without_a_device_is_skipped(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["lab", "device"]) == 0
+    printed = capsys.readouterr()
+    assert not printed.out and printed.err.startswith("skipped: torch ")
+    assert main(["lab", "device", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "open"
+    assert main(["lab", "device", "--device", "tpu"]) == 2
+
+
 def test_names_are_never_broken_at_a_hyphen():
     told = document()
     told["exercises"][0]["fourfold"] = ["word " * 13 + ".saving-step-00000020-a6b16474: not finished"]
@@ -90,9 +100,13 @@ PRECISION = {
     "schema": "fourfold.lab.precision/1",
     "verdict": "pass",
     "steps": 9,
+    "parameters": 12345,
+    "tokens_per_step": 512,
+    "scale_every": 8,
     "runs": [
         {
             "name": name, "title": name, "losses": [5.0, "nan", *[4.0] * 7], "skipped_steps": [2] * (name == "fp16"),
+            "scales": [1024.0, 2048.0, *[512.0] * 7] if name == "fp16" else [None] * 9,
             "bytes": {"parameters": 10, "moments": 20, "kept": 30}, "tokens_per_s": 1234.5,
             "gradient_in_a_large_batch": {"tokens": 1000, "vanished": 0.25, "gap": 0.0},
         }
@@ -118,8 +132,9 @@ def test_precision_prints_its_runs_and_mistakes_and_the_next_command(monkeypatch
     assert main(["lab", "precision"]) == 0
     printed = capsys.readouterr()
     text = printed.out.splitlines()
-    assert "fp32  5.0000  4.0000  4.0000  4.0000  4.0000  none" in text
-    assert "fp16  5.0000  4.0000  4.0000  4.0000  4.0000  2" in text
+    assert "fp16  5.0000  4.0000  4.0000  4.0000  4.0000" in text
+    assert "fp32  -          -        -          none" in text
+    assert "fp16  1,024      2,048    512        step 2" in text
     assert " -> caught" in text and "not tested: a claim: why not" in text
     assert max(map(len, text)) <= 80
     assert "next: fourfold train tiny --nproc 2 --set precision.compute=bf16" in printed.err

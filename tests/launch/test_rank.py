@@ -72,7 +72,7 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(SpecError, match="--nproc 1"), join(Rank(1, 1, 2, 2), "cuda", 1.0):
         pass
-    assert rank_module._bind("auto", Rank(1, 1, 2, 2)).type == "cpu"
+    assert rank_module.bind("auto", Rank(1, 1, 2, 2)).type == "cpu"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(SpecError, match=r'hardware\.device="cpu"'), join(Rank(0, 0, 1, 1), "cuda", 1.0):
         pass

@@ -90,6 +90,8 @@ BROKEN: list[tuple[str, Sequence[str]]] = [
     ("schedule inside the run", ["optimizer.decay_steps=10"]),
     ("schedule inside the run", ["optimizer.schedule=wsd", "optimizer.decay_steps=181"]),
     ("loss scale of fp16", ["precision.scale_start=2.0"]),
+    ("TF32 of CUDA", ["precision.tf32=true", "hardware.device=cpu"]),
+    ("TF32 of CUDA", ["precision.tf32=true", "precision.compute=fp64"]),
     ("reduction in fp64", ["precision.compute=fp64", "precision.reduce=bf16"]),
     (
         "reduction of replicas",

@@ -9,7 +9,15 @@ from fourfold.spec.load import load_spec
 from fourfold.spec.settle import settle
 from fourfold.spec.training import PrecisionSpec
 from fourfold.train import precision
-from fourfold.train.precision import autocast, check_loss, lacking, notes, parameter_dtype, require_device
+from fourfold.train.precision import (
+    autocast,
+    check_loss,
+    lacking,
+    notes,
+    parameter_dtype,
+    require_device,
+    settle_products,
+)
 from tests.train import precision_jobs as jobs
 
 CPU = torch.device("cpu")
@@ -139,3 +147,27 @@ def test_what_a_precision_costs_is_told():
     assert "precision.parameters=compute" in told(2, 2, *sharded)
     assert told(2, 2, *sharded, "precision.parameters=compute") == ""
     assert "no fp16 arithmetic" in told(1, 1, "precision.compute=fp16")
+
+
+def test_fp32_products_are_what_the_spec_says_whatever_was_set_before():
+    kept = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+    try:
+        for asked, word in ((True, "tf32"), (False, "ieee")):
+            settle_products(PrecisionSpec(tf32=asked))
+            assert torch.backends.cuda.matmul.fp32_precision == word
+            assert torch.backends.cudnn.conv.fp32_precision == word
+    finally:
+        torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision = kept
+
+
+def test_tf32_is_refused_where_the_device_has_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "An old one")
+    device = torch.device("cuda", 0)
+    for capability, has in (((7, 5), False), ((8, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, there=capability: there)
+        if has:
+            require_device(PrecisionSpec(tf32=True), device)
+        else:
+            with pytest.raises(SpecError, match=r"An old one of compute capability 7\.5, below 8\.0"):
+                require_device(PrecisionSpec(tf32=True), device)
+    require_device(PrecisionSpec(tf32=True), CPU)

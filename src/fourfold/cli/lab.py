@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cyclopts import App
 
@@ -191,6 +191,41 @@ def memory(*, nproc: int = 2, out: Path | None = None, json: bool = False) -> in
     command = "fourfold lab memory" + (f" --nproc {nproc}" if nproc != 2 else "")
     document = lab_memory(nproc=nproc, out=out, command=command, say=story)
     return _shown(document, memory_lines, json, "fourfold train tiny --nproc 2 --set layout.zero=3 --dry-run")
+
+
+@app.command
+def device(*, device: Literal["cuda", "cpu"] = "cuda", out: Path | None = None, json: bool = False) -> int:
+    """One CUDA device, checked in minutes: trains, resumes, equals the CPU in fp64, holds what is predicted; its speed.
+
+    Where there is none it says why, and ends with exit code 0: nothing has failed, and nothing was shown.
+
+    Examples:
+
+        fourfold lab device
+        fourfold lab device --json
+        fourfold lab device --device cpu
+
+    Parameters
+    ----------
+    device
+        "cpu" tries the check itself.
+    out
+        A folder for the findings and the runs (default: the next free runs/verify-lab-N).
+    json
+        Print one JSON document.
+    """
+    from fourfold.cli.lab_device import device_lines
+    from fourfold.lab.device import lab_device
+
+    command = "fourfold lab device" + (f" --device {device}" if device != "cuda" else "")
+    document = lab_device(device, out=out, command=command, say=story)
+    if document["verdict"] == "open":
+        if json:
+            print_document(document)
+        story(f"skipped: {document['findings'][0]['measured']}")
+        next_command("fourfold lab device --device cpu")
+        return EXIT_DONE
+    return _shown(document, device_lines, json, f"fourfold train small --set hardware.device={device}")
 
 
 @app.command

@@ -40,7 +40,7 @@ T = TypeVar("T")
 class Shown:
     """One mistake.
 
-    why: what is wrong with it. seen: what came of it, where nobody checks. fourfold: what the product says.
+    why: what is wrong with it. seen: what came of it, where nobody checks. fourfold: what the product does.
     """
 
     name: str
@@ -64,11 +64,16 @@ class Shown:
 
 @dataclass(slots=True)
 class Lab:
-    """Where the exercises run. pools: of warm ranks, by their number; one that failed is made again."""
+    """Where the exercises run.
+
+    device: of those on one rank; what two ranks show they show on the CPU. pools: of warm ranks, by their number; one
+    that failed is made again.
+    """
 
     folder: Path
     setup: str | None
     command: str
+    device: str = "cpu"
     pools: dict[int, RankPool] = field(default_factory=dict)
 
     def close(self) -> None:
@@ -78,7 +83,8 @@ class Lab:
 
     def plan(self, world: int, *sets: str) -> RunPlan:
         """The exercise's Spec, with `sets`, on so many ranks."""
-        return make_run_plan(load_spec("tiny", [*SETTINGS, *sets]), world, tuple(self.command.split()))
+        place = f"hardware.device={self._device(world)}"
+        return make_run_plan(load_spec("tiny", [*SETTINGS, place, *sets]), world, tuple(self.command.split()))
 
     def run(self, name: str, plan: RunPlan) -> RunDir:
         """A run directory for it, with what was asked in it."""
@@ -90,8 +96,11 @@ class Lab:
     def in_ranks(self, world: int, function: Callable[..., T], *args: Any) -> list[T]:
         """function(*args) in `world` processes that have joined each other."""
         if world not in self.pools or not self.pools[world].alive:
-            self.pools[world] = RankPool(world, setup=self.setup)
+            self.pools[world] = RankPool(world, setup=self.setup, device=self._device(world))
         return self.pools[world].run(function, *args)
+
+    def _device(self, world: int) -> str:
+        return self.device if world == 1 else "cpu"
 
     def refused(self, shown: Shown, plan: RunPlan, mistake: str, *parts: str) -> None:
         """Hold that the product's own loop, with the mistake in it, ends with an error that says each of these."""
@@ -99,8 +108,12 @@ class Lab:
         try:
             told = self.in_ranks(plan.world, ranks.refused, plan, self.run(shown.name, plan).path, mistake)[0]
         except RankFailed as failure:
-            told = " ".join(failure.problems[0].found.partition("\n  why:")[0].split())
-        shown.fourfold.append(f"ends the run: {told}" if told else "trains to the end, without a word")
+            told = "; ".join(ranks.in_words(problem) for problem in failure.told) or failure.problems[0].found
+        shown.fourfold.append(
+            f"its own loop with this mistake in it ends with an error: {told}"
+            if told
+            else "its own loop with this mistake in it trains to the end, without a word"
+        )
         self.fact(
             shown,
             "the product's own loop does not train so, and says why",
@@ -114,6 +127,8 @@ class Lab:
         shown.findings.append(fact(f"{shown.name}: {claim}", expected, measured, holds, command=self.command))
 
 
-def losses(values: Sequence[float]) -> str:
-    """A few of them, in words."""
-    return f"{values[0]:.3f}, {values[len(values) // 2]:.3f}, {values[-1]:.3f}"
+def losses(wrong: Sequence[float], right: Sequence[float]) -> str:
+    """A few of them with their steps, in words."""
+    shown = (1, len(wrong) // 2, len(wrong))
+    told = [", ".join(f"{values[step - 1]:.3f}" for step in shown) for values in (wrong, right)]
+    return f"loss in steps {', '.join(map(str, shown))}: {told[0]} in place of {told[1]}"

@@ -24,7 +24,7 @@ from fourfold.models.registry import kit_for
 from fourfold.parallel.clip import local
 from fourfold.plan.run_plan import RunPlan
 from fourfold.record.run_dir import RunDir
-from fourfold.spec.errors import CheckFailed
+from fourfold.spec.errors import CheckFailed, Problem
 from fourfold.spec.spec import Spec
 from fourfold.train import loop, setup, step
 from fourfold.train.scaler import LossScale
@@ -49,9 +49,13 @@ def refused(plan: RunPlan, run: Path, mistake: str) -> str:
     except CheckFailed as error:
         if dist.get_world_size() > 1:
             raise
-        problem = error.problems[0]
-        return f"{problem.asked}; found: {problem.found}"
+        return in_words(error.problems[0])
     return ""
+
+
+def in_words(problem: Problem) -> str:
+    """What a check asked for, and found."""
+    return f"asked for {problem.asked}; found {problem.found}"
 
 
 def held(plan: RunPlan, tokens: int) -> dict[str, Any]:
@@ -70,7 +74,9 @@ def held(plan: RunPlan, tokens: int) -> dict[str, Any]:
         batches = next(training.loader.steps(0, 1))
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             step.accumulate(training, batches[:1], PendingTotals(start_sum([tokens, 0, 0])))
-        gradient = torch.cat([p.grad.flatten().double() for _, p in _trained(training) if p.grad is not None])
+        gradient = torch.cat(
+            [p.grad.flatten().double() for _, p in _trained(training) if p.grad is not None]
+        ).cpu()
         training.optimizer.drop_gradients()
         own = {p.untyped_storage().data_ptr() for p in training.model.parameters()}
         step.accumulate(training, batches, agree_totals(training, batches, False))

@@ -48,18 +48,26 @@ _END_S = 5.0
 
 
 class RankPool:
-    """`world` ranks in one gloo process group on the CPU, for as long as the pool lives.
+    """`world` ranks in one process group, for as long as the pool lives: gloo on the CPU.
 
         with RankPool(2, timeout_s=30) as pool:
             sums = pool.run(add_up, 3)          # add_up(3) in both ranks; their results in order
 
     timeout_s: of one job, of one collective, and (with a minute more) of the start. threads: torch's, per rank.
-    setup: "module:function", called once in each rank before the first job. Ranks start at once, in the
-    background. Any failure ends the pool: `alive` is False and its ranks are gone.
+    setup: "module:function", called once in each rank before the first job. device: "cuda" gives each rank a device
+    of its own on this machine, NCCL beside gloo, and is refused in the ranks where there are too few.
+
+    Ranks start at once, in the background. Any failure ends the pool: `alive` is False and its ranks are gone.
     """
 
     def __init__(
-        self, world: int, *, timeout_s: float = 120.0, setup: str | None = None, threads: int = 1
+        self,
+        world: int,
+        *,
+        timeout_s: float = 120.0,
+        setup: str | None = None,
+        threads: int = 1,
+        device: str = "cpu",
     ) -> None:
         """Start the ranks. SpecError if there is to be none, or `setup` is not of that form."""
         if world < 1 or (setup is not None and setup.count(":") != 1):
@@ -78,7 +86,7 @@ class RankPool:
         context.set_forkserver_preload(_PRELOAD)
         for rank in range(world):
             here, there = context.Pipe()
-            place = pool_rank.Place(rank, world, str(self._folder), timeout_s, threads, setup)
+            place = pool_rank.Place(rank, world, str(self._folder), timeout_s, threads, setup, device)
             process = context.Process(target=pool_rank.serve, args=(there, place), name=f"rank{rank}")
             self._pipes.append(here)
             try:

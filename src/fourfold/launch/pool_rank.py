@@ -20,7 +20,7 @@ from pathlib import Path
 from fourfold.launch.failure import FailureReport, describe, is_secondary
 from fourfold.launch.guard import STACK_SIGNAL
 from fourfold.launch.pulse import START
-from fourfold.launch.rank import loopback
+from fourfold.launch.rank import Rank, backend_of, bind, loopback
 from fourfold.spec.errors import EXIT_BUG, FourfoldError
 
 DONE, FAILED = b"+", b"-"  # the first byte of an answer; the rest is a pickled result, or a report in JSON
@@ -36,6 +36,7 @@ class Place:
     timeout_s: float
     threads: int
     setup: str | None
+    device: str = "cpu"
 
 
 def serve(pipe: Connection, place: Place) -> None:
@@ -69,16 +70,19 @@ def _join(place: Place) -> None:
     import torch
     import torch.distributed as dist
 
+    here = Rank(place.rank, place.rank, place.world, place.world)
+    device = bind(place.device, here)
     interface = loopback()
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     torch.set_num_threads(place.threads)
     dist.init_process_group(
-        "gloo",
+        backend_of(device),
         store=dist.FileStore(str(Path(place.folder) / "store"), place.world),  # type: ignore[attr-defined]
         rank=place.rank,
         world_size=place.world,
         timeout=timedelta(seconds=place.timeout_s),
+        device_id=device if device.type == "cuda" else None,
     )
     if place.setup is not None:
         module, _, name = place.setup.partition(":")

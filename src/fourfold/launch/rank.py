@@ -76,7 +76,7 @@ def join(rank: Rank, device: str, timeout_s: float) -> Iterator[Joined]:
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
-    place = _bind(device, rank)
+    place = bind(device, rank)
     interface = loopback()
     if rank.world == rank.local_world and interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # else gloo resolves this machine's own name
@@ -88,7 +88,7 @@ def join(rank: Rank, device: str, timeout_s: float) -> Iterator[Joined]:
     _meet(store, rank, start)
     server.set_timeout(wait)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo",
+        backend_of(place),
         store=store,
         rank=rank.rank,
         world_size=rank.world,
@@ -118,8 +118,13 @@ def _meet(store: Store, rank: Rank, wait: timedelta) -> None:
         raise
 
 
-def _bind(device: str, rank: Rank) -> torch.device:
-    """The device of this rank; it becomes the current one."""
+def backend_of(device: torch.device) -> str:
+    """What a process group of ranks on such devices talks through."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def bind(device: str, rank: Rank) -> torch.device:
+    """The device of this rank, as `join` chooses it; it becomes the current one. SpecError if it is not there."""
     import torch
 
     there = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0

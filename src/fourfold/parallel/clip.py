@@ -47,7 +47,9 @@ class GradientNorm:
         """
         gradients = [p.grad for p in parameters if p.grad is not None]
         cut = any(isinstance(p, DTensor) for p in parameters)
-        total = torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+        # fp64 is slow on most devices.
+        wide = device.type == "cpu" or any(g.dtype is torch.float64 for g in gradients)
+        total = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=device)
         if gradients:
             squares = torch.stack(torch._foreach_norm([local(g) for g in gradients])).to(total.dtype).square()
             if cut:

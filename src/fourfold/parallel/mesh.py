@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fourfold.spec.grid import AXES, Grid
@@ -15,9 +17,16 @@ from fourfold.spec.grid import AXES, Grid
 def mesh_of(grid: Grid, device_type: str) -> DeviceMesh:
     """All ranks of the default group, one dim for each axis of `AXES`, outermost first.
 
+    Its groups wait for a collective as long as the default group does; torch would give them 10 or 30 minutes.
     Collectives: the first call for a grid makes its process groups, on every rank.
     """
-    return init_device_mesh(device_type, tuple(grid.degree(axis) for axis in AXES), mesh_dim_names=AXES)
+    mesh = init_device_mesh(device_type, tuple(grid.degree(axis) for axis in AXES), mesh_dim_names=AXES)
+    if dist.get_backend() != "fake":
+        world, device = dist.distributed_c10d._get_default_group(), torch.device(device_type)
+        for group in mesh.get_all_groups():
+            # torch has no public name for it.
+            dist.distributed_c10d._set_pg_timeout(world._get_backend(device).options._timeout, group)
+    return mesh
 
 
 def sub_mesh(grid: Grid, device_type: str, *axes: str) -> DeviceMesh:

@@ -98,6 +98,11 @@ RULES: tuple[Rule, ...] = (
         rules_precision.scale_is_used,
     ),
     Rule(
+        "TF32 of CUDA",
+        ("precision.tf32", "precision.compute", "hardware.device"),
+        rules_precision.tf32_is_for_cuda,
+    ),
+    Rule(
         "reduction in fp64", ("precision.reduce", "precision.compute"), rules_precision.fp64_reduces_in_fp64
     ),
     Rule(

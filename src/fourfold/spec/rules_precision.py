@@ -26,6 +26,27 @@ def scale_is_used(spec: Spec) -> Problem | None:
     )
 
 
+def tf32_is_for_cuda(spec: Spec) -> Problem | None:
+    if not spec.precision.tf32:
+        return None
+    asked = "precision.tf32 = true with "
+    if spec.hardware.device == "cpu":
+        return Problem(
+            asked=asked + 'hardware.device = "cpu"',
+            found="a CPU, which has no TF32",
+            why="the setting would be silently ignored",
+            instead="--set precision.tf32=false or --set hardware.device=cuda",
+        )
+    if spec.precision.compute == "fp64":
+        return Problem(
+            asked=asked + 'precision.compute = "fp64"',
+            found="matrix products of 53 bits",
+            why="TF32 computes those of fp32; the setting would be silently ignored",
+            instead="--set precision.tf32=false or --set precision.compute=fp32",
+        )
+    return None
+
+
 def fp64_reduces_in_fp64(spec: Spec) -> Problem | None:
     if spec.precision.compute != "fp64" or spec.precision.reduce == "fp32":
         return None

@@ -54,6 +54,8 @@ class PrecisionSpec(Value):
     # In what gradients travel and are summed between data-parallel ranks. bf16: half the bytes, 8 bits of mantissa.
     reduce: Literal["fp32", "bf16"] = "fp32"
     output: Literal["fp32"] = "fp32"  # of the network's output and the loss; fp64 in fp64
+    # CUDA: matrix products of fp32 in TF32, of 10 bits of mantissa; without, all 23, whatever torch's own default is.
+    tf32: bool = False
     scale_start: Annotated[float, Field(ge=1.0, le=2.0**64)] = (
         2.0**16
     )  # fp16: the loss scale of the first step

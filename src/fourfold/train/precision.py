@@ -15,8 +15,9 @@ from fourfold.spec.spec import Spec
 from fourfold.spec.training import PrecisionSpec
 
 # CUDA compute capability from which arithmetic is in hardware (CUDA C++ Programming Guide, table "Feature Support per
-# Compute Capability"): half precision from 5.3, bfloat16 from 8.0.
+# Compute Capability"): half precision from 5.3, bfloat16 and TF32 from 8.0.
 _CAPABILITY = {torch.float16: (5, 3), torch.bfloat16: (8, 0)}
+_TF32_CAPABILITY = (8, 0)
 
 
 def parameter_dtype(precision: PrecisionSpec) -> torch.dtype:
@@ -30,8 +31,28 @@ def autocast(precision: PrecisionSpec, device: torch.device) -> AbstractContextM
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
+def settle_products(precision: PrecisionSpec) -> None:
+    """Have this process's fp32 products and convolutions computed as the Spec says, whatever was set before.
+
+    torch's own default is IEEE for matrix products and TF32 for convolutions. Collectives: none.
+    """
+    backends = torch.backends
+    asked = "tf32" if precision.tf32 else "ieee"
+    backends.cuda.matmul.fp32_precision = asked
+    backends.cudnn.conv.fp32_precision = backends.cudnn.rnn.fp32_precision = asked  # type: ignore[attr-defined]
+
+
 def require_device(precision: PrecisionSpec, device: torch.device) -> None:
-    """Refuse a compute dtype that `device` does not have. Collectives: none. Raises SpecError with those it has."""
+    """Refuse a dtype that `device` does not have. Collectives: none. Raises SpecError with those it has."""
+    if precision.tf32 and device.type == "cuda" and (below := _below(_TF32_CAPABILITY, device)):
+        raise SpecError(
+            Problem(
+                asked=f"precision.tf32 = true on {device}",
+                found=below,
+                why="it has no TF32: the setting would be silently ignored",
+                instead="--set precision.tf32=false",
+            )
+        )
     missing = lacking(precision.compute, device)
     if missing is None:
         return
@@ -56,16 +77,21 @@ def lacking(compute: str, device: torch.device) -> str | None:
     if dtype is None:
         return None
     if device.type == "cuda":
-        there = torch.cuda.get_device_capability(device)
-        if there >= _CAPABILITY[dtype]:
-            return None
-        needed = ".".join(map(str, _CAPABILITY[dtype]))
-        return f"{torch.cuda.get_device_name(device)} of compute capability {there[0]}.{there[1]}, below {needed}"
+        return _below(_CAPABILITY[dtype], device)
     try:
         _try(dtype, device)
     except RuntimeError as error:
         return f"a device on which torch {torch.__version__} says: {str(error).splitlines()[0]}"
     return None
+
+
+def _below(needed: tuple[int, int], device: torch.device) -> str | None:
+    """What a CUDA device is, in words, if it is older than that."""
+    there = torch.cuda.get_device_capability(device)
+    if there >= needed:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return f"{name} of compute capability {there[0]}.{there[1]}, below {needed[0]}.{needed[1]}"
 
 
 def _try(dtype: torch.dtype, device: torch.device) -> None:
@@ -103,6 +129,8 @@ def notes(spec: Spec, degree: int, device: torch.device) -> tuple[str, ...]:
             f"autocast keeps {asked.compute} copies of all gathered weights from forward to backward: with "
             "precision.parameters=compute they are gathered in half the bytes, and dropped"
         )
+    if asked.tf32 and device.type == "cpu":
+        told.append("precision.tf32 concerns CUDA devices: this CPU computes fp32 as ever")
     if narrow is torch.float16 and device.type == "cpu":
         told.append(
             "most CPUs have no fp16 arithmetic: torch computes it many times slower than fp32, in the same dtype"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from fourfold.parallel.offload import MappedMoments, home
 from fourfold.spec.spec import Spec
 from fourfold.train.census import check_boxes, check_parameters, check_request
 from fourfold.train.optimizer import Optimizer
-from fourfold.train.precision import parameter_dtype, require_device
+from fourfold.train.precision import parameter_dtype, require_device, settle_products
 from fourfold.train.scaler import LossScale
 from fourfold.train.streams import seed_streams
 
@@ -100,7 +101,7 @@ def _room_on_disk(
     spec: Spec, joined: Joined, scratch: Path | None
 ) -> Callable[[Mapping[str, Tensor]], MappedMoments]:
     asked = spec.layout.offload_dir
-    folder = Path(asked) if asked is not None else scratch or Path(gettempdir())
+    folder = Path(os.path.expanduser(asked)) if asked is not None else scratch or Path(gettempdir())
     return lambda held: MappedMoments(held, folder, joined.rank.rank)
 
 
@@ -138,6 +139,7 @@ def open_training(
         census |= check_parameters(module.module)
         parallel = parallelize(module, spec.layout, joined.device, spec.precision)
     model = module.module
+    settle_products(spec.precision)  # after what a user's model may set when it is built
     seed_streams(seed, joined.rank.rank)
     room = _room_on_disk(spec, joined, scratch) if spec.layout.offload == "disk" else None
     optimizer = Optimizer(dict(model.named_parameters()), spec.optimizer, room)

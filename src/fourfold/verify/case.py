@@ -52,8 +52,8 @@ class Case:
 class Ranks:
     """Pools of ranks: one while all goes well, a fresh one after a rank failed."""
 
-    def __init__(self, world: int, setup: str | None, timeout_s: float) -> None:
-        self._world, self._setup, self._timeout_s = world, setup, timeout_s
+    def __init__(self, world: int, setup: str | None, timeout_s: float, device: str = "cpu") -> None:
+        self._world, self._setup, self._timeout_s, self._device = world, setup, timeout_s, device
         self._pool = self._make()
 
     def measure(self, case: Case, reference: Reference) -> list[RankGaps]:
@@ -67,7 +67,7 @@ class Ranks:
         self._pool.close()
 
     def _make(self) -> RankPool:
-        return RankPool(self._world, timeout_s=self._timeout_s, setup=self._setup)
+        return RankPool(self._world, timeout_s=self._timeout_s, setup=self._setup, device=self._device)
 
     def _alive(self) -> RankPool:
         if not self._pool.alive:

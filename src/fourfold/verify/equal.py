@@ -58,7 +58,7 @@ def verify_equal(
     case, changes = prepared(asked, world, steps, adverse, changes)
     folder = open_folder(out, asked.name)
     judge = Judge(command, list(changes))
-    ranks = Ranks(world, setup, timeout_s)
+    ranks = Ranks(world, setup, timeout_s, case.spec.hardware.device)
     say(f"one device: {steps} steps of {case.spec.batch.global_batch} samples in fp64")
     try:
         with tempfile.TemporaryDirectory(prefix="fourfold-reference-") as scratch:

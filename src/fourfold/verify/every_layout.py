@@ -159,7 +159,8 @@ class _Run:
         cases = sorted((self._of(layout) for layout in asked), key=lambda c: repr(Grid.of(c.spec.layout)))
         for _, of_shape in groupby(cases, key=lambda case: Grid.of(case.spec.layout)):
             since = time.perf_counter()
-            ranks = Ranks(self.case.world, self.setup, self.timeout_s)
+            device = self.case.spec.hardware.device
+            ranks = Ranks(self.case.world, self.setup, self.timeout_s, device)
             try:
                 for case in of_shape:
                     yield self._judged(case, ranks, since)

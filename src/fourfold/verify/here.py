@@ -10,7 +10,9 @@ from fourfold.launch.rank import Joined, Rank
 
 
 def joined_here() -> Joined:
-    """The default process group's rank and world, all on this machine's CPU."""
+    """The default process group's rank and world, all on this machine; on CUDA devices if the group has NCCL."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    on_cuda = "nccl" in dist.get_backend_config()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     # torch has no public name for the group's store; the trainer's functions called here do not use it.
-    return Joined(Rank(rank, rank, world, world), _get_default_store(), torch.device("cpu"))
+    return Joined(Rank(rank, rank, world, world), _get_default_store(), device)

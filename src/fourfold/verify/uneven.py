@@ -121,8 +121,12 @@ def valid_by_rank(counts: Sequence[int], schedule: BatchSchedule) -> list[int]:
 
 
 def sharpened(spec: Spec) -> tuple[Spec, tuple[str, ...]]:
-    """A settled Spec, to be judged in fp64 on the CPU over two microbatches or more; and what was changed, in words."""
+    """A settled Spec, to be judged in fp64 over two microbatches or more; and what was changed, in words.
+
+    On the CPU, but where CUDA devices were asked for by name.
+    """
     batch, changes = spec.batch, []
+    device = "cuda" if spec.hardware.device == "cuda" else "cpu"
     assert batch.micro_batch and batch.accumulation, "the Spec is not settled"
     if batch.accumulation == 1 and batch.micro_batch > 1:
         divisors = [d for d in range(1, batch.micro_batch) if batch.micro_batch % d == 0]
@@ -140,8 +144,8 @@ def sharpened(spec: Spec) -> tuple[Spec, tuple[str, ...]]:
         spec.model_copy(
             update={
                 "batch": batch,
-                "precision": spec.precision.model_copy(update={"compute": "fp64"}),
-                "hardware": spec.hardware.model_copy(update={"device": "cpu"}),
+                "precision": spec.precision.model_copy(update={"compute": "fp64", "tf32": False}),
+                "hardware": spec.hardware.model_copy(update={"device": device}),
                 "data": spec.data.model_copy(update={"workers": 0}),
             }
         ),
