@@ -82,9 +82,9 @@ def verb(
         sets: Sequence[str] = (),
         world: int = 2,
     ) -> tuple[int, dict[str, Any]]:
-        def pool(world: int, *, timeout_s: float, setup: str | None) -> RankPool:
+        def pool(world: int, *, timeout_s: float, setup: str | None, device: str = "cpu") -> RankPool:
             assert setup is None, "the command plants nothing"
-            return RankPool(world, timeout_s=min(timeout_s, 60.0), setup=fault)
+            return RankPool(world, timeout_s=min(timeout_s, 60.0), setup=fault, device=device)
 
         module = {"equal": "case"}.get(name, name)
         monkeypatch.setattr(f"fourfold.verify.{module}.RankPool", pool)
