@@ -44,7 +44,7 @@ def test_a_folder_is_text_and_the_result_is_told(tmp_path: Path, capsys: pytest.
     (tmp_path / "in" / "a.txt").write_text("some text")
     assert main(["data", "prepare", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
-    assert "1 documents, 10 tokens, the longest document 10" in out
+    assert "1 document, 10 tokens, the longest document 10" in out
     assert "content hash" in out
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.bin", "out.json", "out.offsets"]
 
@@ -80,7 +80,7 @@ def test_the_kind_may_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str
     path = tmp_path / "a.log"
     path.write_text('{"text": "a"}\n')
     assert main(["data", "prepare", str(path), str(tmp_path / "out"), "--kind", "jsonl"]) == 0
-    assert "1 documents, 2 tokens" in capsys.readouterr().out
+    assert "1 document, 2 tokens" in capsys.readouterr().out
 
 
 def test_show_fits_the_screen_and_names_the_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,3 +142,15 @@ def test_precision_prints_its_runs_and_mistakes_and_the_next_command(monkeypatch
     assert json.loads(capsys.readouterr().out)["schema"] == "fourfold.lab.precision/1"
     assert main(["lab", "precision", "--help"]) == 0
     assert capsys.readouterr().out.count("fourfold lab precision") == 4
+
+
+@pytest.mark.parametrize(
+    ("nproc", "instead"), [("99", "--nproc 24"), ("5", "--nproc 6 or --nproc 4"), ("0", "--nproc 1")]
+)
+def test_a_demonstration_on_ranks_that_cannot_share_its_batch_is_refused(
+    nproc, instead, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["lab", "demo", "--nproc", nproc]) == 2
+    assert f"  type:  {instead}\n" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 import re
 import subprocess
 import sys
@@ -179,6 +182,88 @@ def test_exit_codes(
         assert re.fullmatch(
             r"this is a bug of ours: ValueError: oops at fourfold/cli/main\.py:\d+ \(--debug .*\)\n", plain
         )
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (SpecError([PROBLEM, PROBLEM]), 2),
+        (CheckFailed(PROBLEM), 3),
+        (DataError(PROBLEM), 5),
+        (RankFailed(PROBLEM, rank=3, exit_code=137), 137),
+        (KeyboardInterrupt(), 130),
+        (ValueError("oops"), 1),
+    ],
+)
+def test_with_json_an_error_is_a_document_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int
+) -> None:
+    def fake(*, json: bool = False) -> None:  # noqa: ARG001
+        raise error
+
+    fake_verb(monkeypatch, fake)
+    assert main(["fake"]) == code
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert main(["fake", "--json"]) == code
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert document["schema"] == "fourfold.error/1" and document["command"] == "fourfold fake --json"
+    assert (document["verdict"], document["findings"], document["exit_code"]) == ("fail", [], code)
+    if isinstance(error, FourfoldError):
+        assert document["problems"] == [dataclasses.asdict(problem) for problem in error.problems]
+        assert err == told.err
+    else:
+        assert [problem["asked"] for problem in document["problems"]] == ["fourfold fake --json"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "layout list tini --world 2 --json",
+        "layout list tiny --json",
+        "verify equal tiny --world 2 --wrold 3 --json=true",
+        "train tiny --json --nproc two",
+        "lab nothing --json",
+        "nothing --json",
+        "--json train tiny",
+        "ckpt validate nowhere --json",
+        "replay nowhere --json",
+        "report nowhere --json",
+    ],
+)
+def test_what_is_refused_is_one_document(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(line.split())
+    assert code in (2, 5)
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert document["schema"] == "fourfold.error/1" and document["exit_code"] == code
+    assert [problem["found"] in err for problem in document["problems"]] == [True]
+
+
+def test_only_the_verb_itself_is_asked_for_a_document_and_of_ranks_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["spec", "show", "--json=false"]) == 2
+    assert main(["spec", "show", "tiny", "--", "--json"]) == 2
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    assert main(["train", "tini", "--json"]) == 2
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("RANK", "0")
+    assert main(["train", "tini", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["exit_code"] == 2
+
+
+def test_a_full_disk_behind_stdout_is_told() -> None:
+    command = [sys.executable, "-m", "fourfold", "spec", "list"]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=buffered
+        )
+    assert ended.returncode == 5
+    assert "error: stdout\n  found: No space left on device\n" in ended.stderr
 
 
 def test_several_problems_are_counted(

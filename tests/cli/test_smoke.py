@@ -36,6 +36,16 @@ def test_what_would_have_it_go_on_is_refused(spec, capsys, words, asked):
     assert asked in err and "type:  fourfold train small.toml --nproc 2 --smoke" in err
 
 
+def test_a_run_directory_that_is_used_is_refused_with_what_a_smoke_test_takes(spec, capsys, tmp_path):
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "spec.json").write_text("{}")
+    assert main(["train", spec, "--smoke", "--set", "run.dir=used"]) == 2
+    err = capsys.readouterr().err
+    assert "type:  --set run.dir=used-1\n" in err and "--resume" not in err
+    assert main(["train", spec, "--set", "run.dir=used"]) == 2
+    assert "type:  --set run.dir=used-1, or --resume auto to go on with it\n" in capsys.readouterr().err
+
+
 def test_under_torchrun_it_is_refused_in_four_parts(spec, capsys, monkeypatch):
     for name, value in {**TORCHRUN, **MASTER}.items():
         monkeypatch.setenv(name, value)

@@ -7,7 +7,7 @@ import pytest
 from fourfold.cli.lab_memory import memory_lines
 from fourfold.cli.main import main
 from fourfold.lab import memory
-from fourfold.lab.memory import INSTANTS, lab_memory, layouts, ratio
+from fourfold.lab.memory import INSTANTS, is_even, lab_memory, layouts, ratio
 from fourfold.spec.errors import SpecError
 
 
@@ -80,6 +80,16 @@ def test_the_command(asked, tmp_path, capsys):
 def test_one_rank_has_nothing_to_shard():
     with pytest.raises(SpecError, match="--nproc 2"):
         lab_memory(nproc=1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "instead"), [(99, "--nproc 32"), (5, "--nproc 4 or --nproc 8"), (10**9, "--nproc 32")]
+)
+def test_more_ranks_than_the_model_is_cut_into_evenly_are_refused_before_any_starts(asked, instead):
+    with pytest.raises(SpecError) as error:
+        lab_memory(nproc=asked)
+    assert error.value.problems[0].instead == instead
+    assert [number for number in range(2, 10) if is_even(number)] == [2, 3, 4, 8]
 
 
 def test_hsdp_takes_two_replicas_of_two_shards():

@@ -38,7 +38,7 @@ def test_in_the_file_the_cause_is_first():
     assert text.startswith("# Failed: 2 ranks of `python x.py`\n")
     assert text.index("rank 1 was killed") < text.index("## After it") < text.index("Traceback")
     assert "## After it" not in in_file([KILLED], ("x",), 1)
-    assert in_file([KILLED], ("x",), 1, attempt=2).startswith("# Failed: 1 ranks of `x` (attempt 2)\n")
+    assert in_file([KILLED], ("x",), 1, attempt=2).startswith("# Failed: 1 rank of `x` (attempt 2)\n")
 
 
 def test_the_last_lines_of_a_log(tmp_path):

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from fourfold.launch import watch
+from fourfold.launch.failure import FailureReport
 from fourfold.launch.processes import RankProcess
 from fourfold.launch.watch import KILLED_SETTLE_S, SETTLE_S, Outcome, Watch
+from fourfold.spec.errors import DataError, FourfoldError, Problem, SpecError
 
 
 class Ended:
@@ -74,3 +76,36 @@ def test_who_died_of_the_signal_that_was_passed_on_has_not_ended_badly(tmp_path,
     seen = Watch([Ended(0, None), Ended(1, -15)], tmp_path, 60.0, 30.0, 0.0)  # type: ignore[list-item]
     assert seen.tick([(signal.SIGTERM, clock[0])]) is None
     assert seen.bad_at is None
+
+
+REFUSED = {
+    "rank": 1, "kind": "raised", "step": 0, "phase": "opening data and model", "message": "m", "exit_code": 5,
+    "time": 1.0, "problems": (Problem("this", "that", "so", "the other"),), "traceback": "where it was",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, SpecError), (5, DataError)])
+def test_what_ranks_refuse_before_any_step_is_their_error(code: int, kind: type[FourfoldError]) -> None:
+    later = FailureReport(**{**REFUSED, "rank": 0, "kind": "collective", "exit_code": 1, "problems": ()})
+    refusal = Outcome(code, (FailureReport(**{**REFUSED, "exit_code": code}), later)).refusal()
+    assert type(refusal) is kind and refusal.problems == REFUSED["problems"]
+    assert refusal.__notes__ == ["raised by rank 1:\nwhere it was"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"step": 1},
+        {"passing": True},
+        {"kind": "killed", "exit_code": 137},
+        {"exit_code": 3},  # a check that failed before the first step: a finding about the run
+        {"problems": ()},  # no error of ours
+    ],
+)
+def test_any_other_failure_is_no_refusal(other: dict[str, object]) -> None:
+    assert Outcome(5, (FailureReport(**{**REFUSED, **other}),)).refusal() is None
+
+
+def test_nor_is_one_after_a_restart_or_none_at_all() -> None:
+    assert Outcome(5, (FailureReport(**REFUSED),), restarts=1).refusal() is None
+    assert Outcome(0).refusal() is None

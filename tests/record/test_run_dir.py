@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.record.run_dir import RunDir, claim, claim_filled, claim_next, nearest_run, next_free
+from fourfold.record.run_dir import (
+    RunDir,
+    claim,
+    claim_filled,
+    claim_next,
+    give_back,
+    nearest_run,
+    next_free,
+)
 from fourfold.spec.errors import DataError, SpecError
 
 
@@ -29,8 +37,35 @@ def test_a_used_name_is_refused_with_the_next_free_one(tmp_path: Path) -> None:
     for name in ("tiny", "tiny-7"):
         with pytest.raises(SpecError) as caught:
             claim(tmp_path / name)
-        instead = f"--set run.dir={tmp_path / 'tiny-8'}, or --resume auto to go on with it"
-        assert caught.value.problems[0].instead == instead
+        assert caught.value.problems[0].instead == f"--set run.dir={tmp_path / 'tiny-8'}"
+
+
+def test_going_on_is_proposed_only_where_there_is_a_run_and_to_whom_it_is_open(tmp_path: Path) -> None:
+    def instead(name: str, resumes: bool) -> str:
+        with pytest.raises(SpecError) as caught:
+            claim_filled(tmp_path / name, lambda _: None, resumes)
+        return caught.value.problems[0].instead
+
+    claim(tmp_path / "no run").path.joinpath("file").touch()
+    make_run(tmp_path / "a run")
+    free = "--set 'run.dir=" + str(tmp_path / "a run-1") + "'"
+    assert instead("a run", resumes=True) == f"{free}, or --resume auto to go on with it"
+    assert instead("a run", resumes=False) == free
+    assert "resume" not in instead("no run", resumes=True)
+
+
+def test_what_is_given_back_is_as_it_was(tmp_path: Path) -> None:
+    def fill(run: RunDir) -> None:
+        run.spec_json.write_text("{}")
+
+    (tmp_path / "empty").mkdir()
+    for name, left in (("new", []), ("empty", ["empty"]), ("new", ["empty"])):
+        run = claim_filled(tmp_path / name, fill)
+        (run.path / "logs").mkdir()
+        give_back(run)
+        assert [path.name for path in tmp_path.iterdir()] == (left or ["empty"])
+    assert list((tmp_path / "empty").iterdir()) == []
+    give_back(run)  # gone already
 
 
 def test_a_filled_directory_is_there_whole_or_not_at_all(tmp_path: Path) -> None:

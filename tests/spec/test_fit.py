@@ -48,8 +48,11 @@ def test_zero_takes_what_the_world_leaves_as_shards() -> None:
     [
         (LayoutSpec(pp=3), 8, "--set layout.pp=4  (dp_replicate becomes 2)"),
         (LayoutSpec(zero=1, tp=3), 8, "--set layout.tp=4  (dp_shard becomes 2)"),
+        (LayoutSpec(zero=1, tp=3), 8, 'dp_shard = "auto" (with 1, zero 1 would shard nothing)'),
         (LayoutSpec(dp_replicate=3), 8, "a world of 3 ranks"),
         (LayoutSpec(), 0, "at least one rank"),
+        (LayoutSpec(), 0, "type:  a world of 1 rank"),
+        (LayoutSpec(dp_replicate=1), 2, "and 1 cell is not 2"),
         (LayoutSpec(dp_replicate="auto", dp_shard="auto"), 8, "--set layout.dp_shard=1"),
         (LayoutSpec(tp=2, ep=4), 4, "--set layout.ep=2"),
     ],
@@ -57,6 +60,14 @@ def test_zero_takes_what_the_world_leaves_as_shards() -> None:
 def test_fit_refuses(layout: LayoutSpec, world: int, says: str) -> None:
     with pytest.raises(SpecError, match=re.escape(says)):
         fit(layout, world)
+
+
+def test_a_degree_that_is_proposed_stays_as_it_is_typed() -> None:
+    with pytest.raises(SpecError) as error:
+        fit(LayoutSpec(zero=1, dp_shard=2), 3)
+    said = str(error.value)
+    assert "(dp_shard becomes" not in said and "layout.dp_shard=1" not in said
+    assert "--set layout.dp_shard=3  (dp_replicate becomes 1)" in said
 
 
 def test_fit_proposes_nothing_that_is_not_legal() -> None:

@@ -19,7 +19,7 @@ from fourfold.record.run_dir import RunDir
 from fourfold.spec.training import OptimizerSpec
 from fourfold.train.optimizer import Optimizer
 from fourfold.train.setup import _room_on_disk
-from tests.cli.test_train import command, events
+from tests.cli.test_train import command
 from tests.train import rank_jobs
 from tests.train.saver_jobs import live
 from tests.train.test_resume import SLOW, go_to_the_end, kill_after, same
@@ -82,7 +82,7 @@ def test_a_run_records_what_each_rank_holds_beside_what_was_predicted(ranks, tmp
     assert predicted[0] != predicted[1]
 
 
-def test_a_folder_that_is_not_there_ends_the_run_before_its_first_step(tmp_path):
+def test_a_folder_that_is_not_there_is_refused_and_no_run_directory_is_left(tmp_path):
     run, place = tmp_path / "run", tmp_path / "no" / "such"
     sets = ("layout.offload=disk", f"layout.offload_dir={json.dumps(str(place))}")
     asked = command(sets=(f"run.dir={json.dumps(str(run))}", *sets))
@@ -91,7 +91,10 @@ def test_a_folder_that_is_not_there_ends_the_run_before_its_first_step(tmp_path)
     assert f"MiB for the moments in {place}" in done.stderr and f"mkdir -p {place}" in done.stderr
     for part in ("found: No such file", "why:   folders above it are not made", "type:  mkdir"):
         assert part in done.stderr
-    assert not any(event["kind"] == "step" for event in events(run, 0))
+    assert done.stderr.count("found:") == 1 and f"the name {run} is free again" in " ".join(
+        done.stderr.split()
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_tilde_is_the_home_as_it_is_for_data(tmp_path, monkeypatch):

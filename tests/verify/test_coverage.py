@@ -283,7 +283,7 @@ def test_a_rank_without_a_record_is_a_failure(run):
     path = run(9)
     (path / "events" / "rank1.jsonl").unlink()
     document = run_coverage(path)
-    assert by_claim(document, "left a record")["measured"] == "1 ranks"
+    assert by_claim(document, "left a record")["measured"] == "1 rank"
     assert document["verdict"] == "fail"
 
 

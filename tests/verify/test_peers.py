@@ -41,7 +41,7 @@ def test_one_rank_speaks_for_its_peers():
         (ledger(3, [[2, 3], [6, 6]]), "rank 3 against rank 2: other samples in step 2"),
         (replace(every[3], rows=every[3].rows + 1), "rank 3 against rank 2: other rows in step 1"),
         (ledger(3, second, (3, 4)), "rank 3 against rank 2: other valid targets in step 2"),
-        (RankLedger(3, every[3].ids[:1], every[3].rows[:1]), "rank 3 against rank 2: 1 steps, not 2"),
+        (RankLedger(3, every[3].ids[:1], every[3].rows[:1]), "rank 3 against rank 2: 1 step, not 2"),
     ):
         assert one_of_each([*every[:3], wrong], GRID)[1] == [told]
     passes, differing = one_pass_of_each([np.arange(2), np.arange(2), np.arange(3), np.arange(4)], GRID)

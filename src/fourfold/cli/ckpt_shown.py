@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold.cli.output import table
+from fourfold.spec.words import counted
 
 if TYPE_CHECKING:
     from fourfold.checkpoint.listing import Entry, Listing
@@ -21,7 +22,7 @@ def listing_shown(listing: Listing) -> str:
     for state in ("damaged", "saving", "unfinished", "set aside"):
         if found := listing.of(state):
             held += f"; {len(found)} {state}, {size(sum(entry.bytes for entry in found))}"
-    stands = f"step {newest.step:,}, after {newest.position:,} samples" if newest else "none"
+    stands = f"step {newest.step:,}, after {counted(newest.position or 0, 'sample', ',')}" if newest else "none"
     totals = table(("path", listing.ckpt_dir), [("checkpoints", held), ("newest", stands)])
     rows = [_entry_row(entry, entry is newest) for entry in listing.entries]
     text = f"{totals}\n\n{table(('', 'step', 'saved, UTC', 'samples', 'size', 'folder'), rows)}"
@@ -37,10 +38,10 @@ def description_shown(told: dict[str, Any], tensors: bool) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
     kinds = told["by_kind"].items()
     rows = [
-        ("step", f"{told['step']:,}, after {told['position']:,} samples"),
-        ("world", f"{told['world']} ranks; {layout}"),
+        ("step", f"{told['step']:,}, after {counted(told['position'], 'sample', ',')}"),
+        ("world", f"{counted(told['world'], 'rank')}; {layout}"),
         ("saved", f"{_clock(told['created'], '%Y-%m-%d %H:%M:%S')} UTC by {versions}"),
-        ("size", f"{size(told['bytes'])} in {len(told['files'])} files"),
+        ("size", f"{size(told['bytes'])} in {counted(len(told['files']), 'file')}"),
         ("tensors", f"{len(told['tensors']):,}"),
         *((f"  {kind}", f"{held['tensors']:,}, {size(held['bytes'])}") for kind, held in kinds),
         ("spec hash", told["spec_hash"]),

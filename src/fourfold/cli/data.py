@@ -12,6 +12,7 @@ from cyclopts import App, Parameter
 from fourfold.cli.output import next_command, print_document, story, table
 from fourfold.spec.load import load_spec
 from fourfold.spec.spec import Spec
+from fourfold.spec.words import counted
 
 if TYPE_CHECKING:
     from fourfold.data.sample import Source
@@ -74,7 +75,7 @@ def prepare(
         document = header.model_dump(mode="json", by_alias=True)
         print_document({"schema": "fourfold.data.prepare/1", "path": place, "header": document})
     else:
-        counts = f"{header.documents:,} documents, {header.tokens:,} tokens"
+        counts = f"{counted(header.documents, 'document', ',')}, {counted(header.tokens, 'token', ',')}"
         print(f"{place}: {counts}, the longest document {header.longest_document:,}")
         print(f"content hash {header.content_hash}")
     next_command(f"fourfold train tiny --set data.kind=tokens --set {quote(f'data.path={place}')}")

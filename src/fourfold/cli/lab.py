@@ -245,16 +245,11 @@ def demo(*, nproc: int = 2, json: bool = False) -> int:
     json
         Print one JSON document.
     """
-    from fourfold.lab.demo import SETTINGS, SPEC, demonstrate
-    from fourfold.plan.run_plan import make_run_plan
-    from fourfold.spec.load import load_spec
-    from fourfold.spec.rules import require
+    from fourfold.lab.demo import SETTINGS, demonstrate, plan_for
     from fourfold.train.start import open_run
 
-    loaded = load_spec(SPEC, SETTINGS)
-    plan = make_run_plan(loaded, nproc, ("fourfold", "lab", "demo", "--nproc", str(nproc)))
-    require(plan.spec, "train", loaded.provenance)
-    run = open_run(plan, loaded.text)
+    plan, text = plan_for(nproc)
+    run = open_run(plan, text)
     story(f"run directory {run.path}")
     result = demonstrate(plan, run, SETTINGS, story)
     document = {

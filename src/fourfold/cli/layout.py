@@ -13,6 +13,7 @@ from fourfold.cli.layout_list import list_layouts
 from fourfold.cli.output import WIDTH, next_command, print_document
 from fourfold.spec.grid import AXES, GROUPS, Grid
 from fourfold.spec.training import LayoutSpec
+from fourfold.spec.words import counted
 
 MEANING = {
     "dp": "dp_replicate × dp_shard: see different samples",
@@ -147,7 +148,7 @@ def group_table(grid: Grid) -> list[str]:
 def _title(grid: Grid) -> str:
     degrees = " × ".join(f"{axis} {grid.degree(axis)}" for axis in AXES)
     borrowed = f"; ep {grid.ep}" if grid.ep > 1 else ""
-    return f"{grid.world} rank{'s' if grid.world > 1 else ''} = {degrees}{borrowed}"
+    return f"{counted(grid.world, 'rank')} = {degrees}{borrowed}"
 
 
 def _ranks(group: Sequence[int]) -> str:

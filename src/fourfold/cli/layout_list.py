@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from fourfold.cli.output import WIDTH, next_command, print_document, story, table
 from fourfold.spec.model import ImportSpec
+from fourfold.spec.words import counted
 
 if TYPE_CHECKING:
     from fourfold.spec.layouts import Layouts, Refused
@@ -94,9 +95,7 @@ def document(source: str, world: int, listed: Layouts) -> dict[str, Any]:
 def legal_lines(name: str, world: int, listed: Layouts) -> list[str]:
     """The layouts as a table: a line for all that differ in zero and sp alone."""
     count = len(listed.legal)
-    title = (
-        f"{name} on {world} rank{'s' if world > 1 else ''}: {count or 'no'} layout{'s' if count != 1 else ''}"
-    )
+    title = f"{name} on {counted(world, 'rank')}: {counted(count, 'layout') if count else 'no layouts'}"
     if not listed.legal:
         return [title]
     axes = [axis for axis in _axes() if any(_used(layout, axis) for layout in listed.legal)]

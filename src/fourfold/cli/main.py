@@ -24,14 +24,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from fourfold import __version__
-from fourfold.cli.output import paint, story
-from fourfold.spec.errors import EXIT_BUG, EXIT_DONE, EXIT_KILLED_BASE, FourfoldError, Problem, SpecError
+from fourfold.cli.output import paint, print_error, story
+from fourfold.spec.errors import (
+    EXIT_BUG,
+    EXIT_DONE,
+    EXIT_KILLED_BASE,
+    EXIT_UNREADABLE,
+    FourfoldError,
+    Problem,
+    SpecError,
+)
 
 if TYPE_CHECKING:
     from cyclopts import App, ArgumentCollection, CycloptsError
 
 EXIT_INTERRUPTED = EXIT_KILLED_BASE + 2  # as a shell tells SIGINT
 EXIT_PIPE_CLOSED = EXIT_KILLED_BASE + 13  # as a shell tells SIGPIPE
+
+_JSON_TRUE = tuple(f"--json={word}" for word in ("true", "t", "yes", "y", "1"))  # as cyclopts reads them
+_OURS = "this is a bug of ours"
 
 EXAMPLES = """\
 Examples:
@@ -85,33 +96,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `fourfold ARGV` (default: of this process) and return its exit code.
 
     Errors are told on stderr: those raised on purpose with all their problems, anything else as a bug of ours in one
-    line. `--debug`, anywhere before a `--`, shows the traceback too.
+    line. With `--json` they are the document on stdout, too. `--debug`, anywhere before a `--`, shows the traceback.
     """
     tokens, debug = _take_debug(list(sys.argv[1:] if argv is None else argv))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without "×" shows "?", and nothing fails
     try:
-        code = _run(tokens)
+        code = _outcome(tokens, debug)
         sys.stdout.flush()
-        return code
+    except (
+        OSError
+    ) as error:  # of stdout itself; keep the interpreter from complaining about it again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # the reader has gone (`| head`)
+            return EXIT_PIPE_CLOSED
+        why = "the result of a verb is printed there"
+        _tell([Problem("stdout", str(error.strerror), why, f"{_command(tokens)} > ANOTHER/PLACE")])
+        return EXIT_UNREADABLE
+    return code
+
+
+def _outcome(tokens: list[str], debug: bool) -> int:
+    """The exit code, all told that went wrong. Raises only what writing to stdout does."""
+    try:
+        return _run(tokens)
     except FourfoldError as error:
         _traceback_if(debug)
-        _tell(error)
-        return error.exit_code
+        _tell(error.problems)
+        problems, code = error.problems, error.exit_code
     except KeyboardInterrupt:
         _traceback_if(debug)
         story("interrupted")
-        return EXIT_INTERRUPTED
+        problems, code = (Problem(_command(tokens), "interrupted", "Ctrl-C", ""),), EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader has gone (`| head`); keep the interpreter from complaining about it again at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_PIPE_CLOSED
+        raise
     except Exception as error:
         _traceback_if(debug)
         hint = "" if debug else " (--debug shows the traceback)"
-        story(f"this is a bug of ours: {_one_line(error)}{hint}")
-        return EXIT_BUG
+        story(f"{_OURS}: {_one_line(error)}{hint}")
+        problems, code = (Problem(_command(tokens), _one_line(error), _OURS, ""),), EXIT_BUG
+    if _wants_json(tokens):
+        print_error(_command(tokens), code, problems)
+    return code
 
 
 def build_app(verb: str | None = None) -> App:
@@ -126,7 +153,8 @@ def build_app(verb: str | None = None) -> App:
         help_prologue=None if verb else EXAMPLES,
         help_epilogue=None
         if verb
-        else "Help on a verb: fourfold VERB --help. A SPEC is a TOML file or a ready name.",
+        else "Help on a verb: fourfold VERB --help. A SPEC is a TOML file or a ready name. "
+        "With --json every verb prints one JSON document, also of what it refuses.",
         help_format="plaintext",
         help_formatter=VerbHelp(),
         version=f"fourfold {__version__}",
@@ -208,11 +236,18 @@ def _usage(error: CycloptsError, tokens: list[str]) -> Problem:
     )
 
 
-def _tell(error: FourfoldError) -> None:
-    for problem in error.problems:
+def _tell(problems: Sequence[Problem]) -> None:
+    for problem in problems:
         story(f"{paint('error:', 'red', sys.stderr)} {problem}\n")
-    if len(error.problems) > 1:
-        story(f"{len(error.problems)} problems")
+    if len(problems) > 1:
+        story(f"{len(problems)} problems")
+
+
+def _wants_json(tokens: list[str]) -> bool:
+    """Whether the verb was asked for its document, however wrong the rest is. Of several ranks, the first tells it."""
+    options = tokens[: tokens.index("--")] if "--" in tokens else tokens
+    asked = any(token == "--json" or token.lower() in _JSON_TRUE for token in options)
+    return asked and ("LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0")
 
 
 def _command(tokens: list[str]) -> str:

@@ -7,11 +7,13 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from typing import Any, Literal, TextIO
 
 from fourfold.record.aloud import say
+from fourfold.spec.errors import Problem
 
 WIDTH = 80
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "bold": "1"}
@@ -23,6 +25,23 @@ def print_document(document: Mapping[str, Any]) -> None:
 
     assert "schema" in document, "every document names its schema"
     print(dumps(document, indent=2))
+
+
+def print_error(command: str, exit_code: int, problems: Sequence[Problem]) -> None:
+    """The document of a verb that came to none of its own: a request refused, data not readable, a bug of ours.
+
+    Whoever reads a verdict and findings from a verb's document finds them here, too, and never "pass".
+    """
+    print_document(
+        {
+            "schema": "fourfold.error/1",
+            "verdict": "fail",
+            "command": command,
+            "exit_code": exit_code,
+            "problems": [asdict(problem) for problem in problems],
+            "findings": [],
+        }
+    )
 
 
 def story(text: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shlex import join
 from typing import TYPE_CHECKING
 
-from fourfold.cli.output import next_command, paint, print_document, story
+from fourfold.cli.output import next_command, paint, print_document, print_error, story
 from fourfold.cli.verify import findings_table
 from fourfold.spec.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_KILLED_BASE, Problem, SpecError
 
@@ -55,7 +55,11 @@ def smoke_run(
             document = smoke(plan, loaded.text, stop, changes=changes, command=command, say=story)
         except Stopped as stopped:
             story("stopped by a signal: the smoke test has shown nothing")
-            return EXIT_KILLED_BASE + stopped.number
+            code = EXIT_KILLED_BASE + stopped.number
+            if json:
+                why = "a smoke test that was broken off has shown nothing"
+                print_error(command, code, [Problem(command, str(stopped), why, command)])
+            return code
     passed = document["verdict"] == "pass"
     if json:
         print_document(document)

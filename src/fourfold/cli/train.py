@@ -117,7 +117,7 @@ def train(
         with StopRequest() as stop:  # a run that has begun stops in good order: after a checkpoint
             run = begin(plan, loaded.text, going_on, held)
             plan = plan if going_on is None else going_on.plan
-            code = _run_here(plan, run, json, stop, max_restarts)
+            code = _run_here(plan, run, json, stop, max_restarts, new=going_on is None)
     if code == EXIT_DONE:
         _next_of_finished(run)
     elif code == EXIT_STOPPED or code >= EXIT_KILLED_BASE:
@@ -180,11 +180,11 @@ def _check_restarts(most: int, rank: Rank | None) -> None:
         )
 
 
-def _run_here(plan: RunPlan, run: RunDir, json: bool, stop: StopRequest, max_restarts: int) -> int:
+def _run_here(plan: RunPlan, run: RunDir, json: bool, stop: StopRequest, max_restarts: int, new: bool) -> int:
     from fourfold.train.start import start
 
     story(f"run directory {run.path}")
-    outcome = start(plan, run, stop, max_restarts)
+    outcome = start(plan, run, stop, max_restarts, new)
     stop.ignore()
     if json:
         _print_ending(run, outcome.exit_code, outcome.restarts, outcome.failures)

@@ -12,6 +12,7 @@ from cyclopts import App, Parameter
 
 from fourfold.cli.output import next_command, paint, print_document, story, table
 from fourfold.spec.errors import EXIT_CHECK_FAILED, EXIT_DONE, Problem, SpecError
+from fourfold.spec.words import counted
 
 app = App(
     name="verify",
@@ -81,7 +82,9 @@ def coverage(
 
     loaded = load_spec(spec, sets, world)
     ranks = 2 if world is None else world
-    story(f"{loaded.spec.name}: {ranks} ranks read what they would train on")
+    story(
+        f"{loaded.spec.name}: {counted(ranks, 'rank')} read{'s' if ranks == 1 else ''} what would be trained on"
+    )
     document = verify_coverage(
         loaded.spec, ranks, epochs=epochs, max_steps=max_steps, out=out, command=command
     )

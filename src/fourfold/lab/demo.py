@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fourfold.lab.report import build_report
-from fourfold.plan.run_plan import RunPlan
+from fourfold.plan.run_plan import RunPlan, make_run_plan
 from fourfold.record.finding import Finding, verdict_of, write_findings
 from fourfold.record.run_dir import RunDir
+from fourfold.spec.degrees import nearest_divisors
+from fourfold.spec.errors import SpecError
+from fourfold.spec.load import load_spec
+from fourfold.spec.rules import require
+from fourfold.spec.words import counted
 from fourfold.train.start import start
 from fourfold.verify.coverage import run_coverage, verify_coverage
 from fourfold.verify.equal import verify_equal
@@ -61,6 +66,24 @@ class Demonstration:
         return self.exit_code == 0 and verdict_of(self.findings) == "pass"
 
 
+def plan_for(nproc: int) -> tuple[RunPlan, str]:
+    """The plan of the demonstration on `nproc` ranks, and the TOML of its Spec.
+
+    Raises SpecError where its batch cannot be cut over so many, naming the nearest numbers over which it can.
+    """
+    loaded = load_spec(SPEC, SETTINGS)
+    try:
+        plan = make_run_plan(loaded, nproc, ("fourfold", "lab", "demo", "--nproc", str(nproc)))
+    except SpecError as error:
+        batch = loaded.spec.batch
+        assert batch.global_batch and batch.micro_batch, "the ready Spec gives both"
+        near = nearest_divisors(batch.global_batch // batch.micro_batch, max(nproc, 1))
+        instead = " or ".join(f"--nproc {number}" for number in near)
+        raise SpecError([replace(problem, instead=instead) for problem in error.problems]) from error
+    require(plan.spec, "train", loaded.provenance)
+    return plan, loaded.text
+
+
 def demonstrate(plan: RunPlan, run: RunDir, sets: Sequence[str], say: Callable[[str], None]) -> Demonstration:
     """Train as planned, audit the run's own ledger and two whole epochs, hold the layout against one device, report.
 
@@ -68,9 +91,10 @@ def demonstrate(plan: RunPlan, run: RunDir, sets: Sequence[str], say: Callable[[
     Raises DataError, SpecError as the verbs do.
     """
     say(
-        f"1/4  train {plan.spec.name} on {plan.world} ranks: {plan.steps} steps of real text, then validation"
+        f"1/4  train {plan.spec.name} on {counted(plan.world, 'rank')}: {plan.steps} steps of real text, then "
+        "validation"
     )
-    outcome = start(plan, run)
+    outcome = start(plan, run, new=True)
     if outcome.exit_code != 0:
         return Demonstration(outcome.exit_code, run)
     options = "".join(f" --set {setting}" for setting in sets)
@@ -84,7 +108,7 @@ def demonstrate(plan: RunPlan, run: RunDir, sets: Sequence[str], say: Callable[[
             command=f"fourfold verify coverage {SPEC} --world {plan.world}{options}",
         ),
     ]
-    say(f"3/4  equality: {plan.world} ranks against one device, in fp64")
+    say(f"3/4  equality: {counted(plan.world, 'rank')} against one device, in fp64")
     documents.append(
         verify_equal(
             plan.spec,

@@ -13,6 +13,7 @@ from typing import Any
 
 from fourfold.lab.memory_ranks import Held, measure
 from fourfold.launch.pool import RankPool
+from fourfold.plan.notes import notes_on
 from fourfold.plan.parameters import count_parameters
 from fourfold.plan.state_bytes import (
     CATEGORIES,
@@ -27,6 +28,7 @@ from fourfold.plan.state_bytes import (
 from fourfold.record.finding import Finding, document, fact, not_tested, write_findings
 from fourfold.spec.errors import Problem, SpecError
 from fourfold.spec.load import load_spec
+from fourfold.spec.model import DecoderSpec
 from fourfold.spec.settle import settle
 from fourfold.spec.spec import Spec
 from fourfold.verify.out import open_folder
@@ -87,10 +89,14 @@ def lab_memory(
     out: folder for the findings (default: the next free runs/verify-lab-<n>). setup: "module:function" called in every
     rank first. say: takes each line of the story. Returns the document fourfold.lab.memory/1: "pass" if every rank
     holds what was predicted within 2 %, by category and instant, and the shards are as small as they should be.
-    Raises SpecError for fewer than 2 ranks.
+    Raises SpecError for fewer than 2 ranks, and for a number into which the model's rows cannot be cut evenly enough.
     """
     if nproc < 2:
         raise SpecError(_too_few(nproc))
+    if not is_even(nproc):
+        raise SpecError(_uneven(nproc))
+    for note in notes_on(_spec(nproc, ()), nproc):
+        say(f"note: {note}")
     findings: list[Finding] = []
     entries: list[dict[str, Any]] = []
     for layout, spec, held, new in _measured(nproc, setup):
@@ -113,6 +119,25 @@ def lab_memory(
     }
     path = write_findings(open_folder(out, "lab"), "lab-memory", findings, SCHEMA, **facts)
     return document(SCHEMA, findings, **facts, findings_file=str(path))
+
+
+def is_even(nproc: int) -> bool:
+    """Whether under every layout rank 0, whose shards are the longest, keeps 1/shards of the state, but for padding."""
+    return max(over for _, over in _overheads(nproc)) <= TOLERANCE
+
+
+def _overheads(nproc: int) -> Iterator[tuple[Layout, float]]:
+    """By how much of 1/shards what rank 0 keeps is predicted to be more than that, under each sharded layout."""
+
+    def kept(spec: Spec) -> int:
+        end = _predicted(spec, 0)[INSTANTS[-1]]
+        return end["parameters"] + end["moments"]
+
+    whole, *sharded = layouts(nproc)
+    for layout in sharded:
+        spec = _spec(nproc, layout.sets)
+        assert isinstance(spec.layout.dp_shard, int), "the Spec is settled"
+        yield layout, kept(spec) * spec.layout.dp_shard / kept(_spec(nproc, whole.sets)) - 1
 
 
 def _measured(nproc: int, setup: str | None) -> Iterator[tuple[Layout, Spec, list[Held], bool]]:
@@ -253,6 +278,24 @@ def _beyond(entries: Sequence[Mapping[str, Any]], facts: Sequence[Finding]) -> F
         measured=", ".join(f"{name} {bytes_:+.2f}" for name, bytes_ in more.items()) + " bytes per parameter",
         verdict="pass" if min(more.values()) > 0 else "fail",
         basis=tuple(finding.claim for finding in facts[: len(entries)]),
+    )
+
+
+def _uneven(nproc: int) -> Problem:
+    layout, over = max(_overheads(nproc), key=lambda pair: pair[1])
+    rows = _spec(2, ()).model
+    assert isinstance(rows, DecoderSpec), "tiny is one"
+    even = [number for number in range(2, rows.width + 1) if is_even(number)]
+    near = [
+        *[number for number in even if number < nproc][-1:],
+        *[number for number in even if number > nproc][:1],
+    ]
+    return Problem(
+        asked=f"fourfold lab memory --nproc {nproc}",
+        found=f"under {layout.name} rank 0 would keep {1 + over:.4g} times its share of the state",
+        why=f"tensors are cut by rows, and most of this small model's have {rows.width}; the exercise shows shares "
+        f"that are right within {TOLERANCE:.0%}",
+        instead=" or ".join(f"--nproc {number}" for number in near),
     )
 
 

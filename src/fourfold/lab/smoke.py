@@ -20,6 +20,7 @@ from fourfold.record.run_dir import RunDir
 from fourfold.spec.errors import FourfoldError
 from fourfold.spec.load import LoadedSpec
 from fourfold.spec.settle import data_parallel_degree
+from fourfold.spec.words import counted
 from fourfold.train.resume import reopen_run, resumed
 from fourfold.train.setup import batch_schedule
 from fourfold.train.start import open_run, start
@@ -81,7 +82,8 @@ def smoke(
     text: the TOML that was asked with. stop: a wish to stop, the ranks' own too. changes: as of `smoke_spec`.
     command: to repeat it. say: takes each line of the story.
     Returns the document fourfold.smoke/1; ranks that fail are a failed finding, told on stderr as `start` tells them.
-    Raises Stopped where a signal came; SpecError or DataError for a request or data that cannot be trained on.
+    Raises Stopped where a signal came; SpecError or DataError for a request or data that cannot be trained on, and then
+    no run directory is left.
     """
     samples = len(open_sources(plan.spec).train)
     rules = Rules(plan.spec, batch_schedule(plan.spec, samples, data_parallel_degree(plan.spec.layout)))
@@ -89,7 +91,7 @@ def smoke(
     say(f"run directory {run.path}")
     trial = _Trial(plan, run, rules, Judge(command, run.path), stop)
     with locked(run):
-        say(f"1/3  {STEPS} steps on {plan.world} ranks, saved after step {EVERY}")
+        say(f"1/3  {STEPS} steps on {counted(plan.world, 'rank')}, saved after step {EVERY}")
         right = trial.undisturbed()
         if not trial.judge.failed:
             say(f"2/3  from the checkpoint of step {EVERY} again to step {STEPS}, in fresh processes")
@@ -171,7 +173,7 @@ class _Trial:
     def _live(self, plan: RunPlan, trail: Trail, done: int) -> None:
         """One set of processes, from the step after `done` to the last; what they leave is read."""
         before = count_events(self.run, plan.world)
-        outcome = start(plan, self.run, self.stop)
+        outcome = start(plan, self.run, self.stop, new=not trail.lives)
         if self.stop.signal is not None and outcome.exit_code != 0:
             raise Stopped(self.stop.signal)
         trail.lives.append(read_life(self.run, before, done))

@@ -31,6 +31,7 @@ from fourfold.record.aloud import say
 from fourfold.record.environment import cores
 from fourfold.record.problems import unwritable
 from fourfold.spec.errors import EXIT_STOPPED, Problem, SpecError
+from fourfold.spec.words import counted
 
 _HOST = "127.0.0.1"
 _TICK_S = 0.05
@@ -44,7 +45,7 @@ class Launch:
     one collective, as the ranks set it too. grace_s: from the first signal to the end of every rank.
     threads_per_rank: CPU threads of each rank; None: this machine's cores divided by nproc. typed: what a person
     typed to have this started, for failures.md; empty: the command. holds: as for a `RankProcess`. restarts: when
-    to start ranks again that failed; None: never.
+    to start ranks again that failed; None: never. may_refuse: what the ranks refuse before any step is raised.
     """
 
     command: tuple[str, ...]
@@ -56,6 +57,7 @@ class Launch:
     typed: tuple[str, ...] = ()
     holds: bool = False
     restarts: Restarts | None = None
+    may_refuse: bool = False
 
 
 def launch(request: Launch, stop: StopRequest | None = None) -> Outcome:
@@ -66,7 +68,8 @@ def launch(request: Launch, stop: StopRequest | None = None) -> Outcome:
     On a failure the story is printed to stderr, the cause last, and written to `failures.md`, the cause first; with
     `restarts` all ranks may then be started again, under the same store, lock and run directory.
     Collectives: none; no port is picked, the store binds its own, to this machine only.
-    Raises SpecError for a request that cannot start, DataError if the run directory cannot be written.
+    Raises SpecError for a request that cannot start, DataError if the run directory cannot be written; with
+    `may_refuse` either for what a rank refused (`Outcome.refusal`), of which no story is printed then.
     """
     _check(request)
     run_dir = Path(request.run_dir)
@@ -88,6 +91,8 @@ def launch(request: Launch, stop: StopRequest | None = None) -> Outcome:
         number, at = signals.seen[0]
         took = f"{time.monotonic() - at:.1f} s after {signal_name(number)}"
         say(f"every rank had ended {took}; run.grace_s gives them {request.grace_s:g}")
+    if request.may_refuse and (refusal := agent.outcome.refusal()) is not None:
+        raise refusal
     _tell(agent.outcome)
     return agent.outcome
 
@@ -257,7 +262,7 @@ def _check(request: Launch) -> None:
     if request.nproc < 1 or not request.command:
         raise SpecError(
             Problem(
-                asked=f"{request.nproc} ranks of {' '.join(request.command) or 'nothing'}",
+                asked=f"{counted(request.nproc, 'rank')} of {' '.join(request.command) or 'nothing'}",
                 found="no rank to start",
                 why="a launch needs a command and at least one rank",
                 instead="--nproc 1",

@@ -45,7 +45,7 @@ class FailureReport(Value):
     """One rank's failure. step from 1, 0 = before the first; time in unix seconds; evidence: a file to read.
 
     passing: whatever its exit code says, the same may go well when it is tried again. problems: those of an error of
-    ours that was raised in a rank pool.
+    ours.
     """
 
     rank: int

@@ -112,6 +112,7 @@ def _report(rank: Rank, pulse: Pulse | None, error: BaseException) -> FailureRep
         time=time.time(),
         traceback="".join(traceback.format_exception(type(error), error, _from_caller(error))),
         passing=isinstance(error, FourfoldError) and error.passing,
+        problems=error.problems if isinstance(error, FourfoldError) else (),
     )
 
 

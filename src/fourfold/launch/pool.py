@@ -28,6 +28,7 @@ from fourfold.launch.failure import FailureReport, in_order, signal_name
 from fourfold.launch.guard import STACK_SIGNAL
 from fourfold.launch.pulse import START
 from fourfold.spec.errors import EXIT_BUG, EXIT_KILLED_BASE, Problem, RankFailed, SpecError
+from fourfold.spec.words import counted
 
 T = TypeVar("T")
 
@@ -112,7 +113,7 @@ class RankPool:
         raises, dies, or has not answered within timeout_s; the pool is then gone.
         """
         assert per_rank is None or len(per_rank) == self.world, "one argument per rank"
-        what = f"{function.__module__}.{function.__qualname__} in {self.world} ranks"
+        what = f"{function.__module__}.{function.__qualname__} in {counted(self.world, 'rank')}"
         if not self._end.still_active():
             raise RankFailed(
                 Problem(
@@ -125,7 +126,7 @@ class RankPool:
         ]
         try:
             if not self._ready:
-                self._collect(f"start {self.world} ranks", self.timeout_s + _START_S)
+                self._collect(f"start {counted(self.world, 'rank')}", self.timeout_s + _START_S)
                 self._ready = True
             for pipe, job in zip(self._pipes, jobs, strict=True):
                 with suppress(OSError):  # a dead rank is noticed below
@@ -277,7 +278,7 @@ def _end(processes: list[ForkServerProcess], pipes: list[Connection], folder: Pa
 def _refused(world: int, setup: str | None) -> SpecError:
     return SpecError(
         Problem(
-            asked=f"a pool of {world} ranks" + (f", set up by {setup}" if setup else ""),
+            asked=f"a pool of {counted(world, 'rank')}" + (f", set up by {setup}" if setup else ""),
             found=f"world = {world}" if world < 1 else f"setup = {setup!r}",
             why="a pool has one rank or more; setup is module:function",
             instead="RankPool(2, setup='package.module:function')",

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from fourfold.spec.errors import Problem, SpecError
+from fourfold.spec.words import counted
 
 if TYPE_CHECKING:
     import torch
@@ -133,8 +134,8 @@ def bind(device: str, rank: Rank) -> torch.device:
     if rank.local_rank >= there:
         raise SpecError(
             Problem(
-                asked=f'hardware.device = "{device}", {rank.local_world} ranks on this machine',
-                found=f"{there} CUDA devices",
+                asked=f'hardware.device = "{device}", {counted(rank.local_world, "rank")} on this machine',
+                found=counted(there, "CUDA device"),
                 why=f"local rank {rank.local_rank} needs a device of its own",
                 instead="--set 'hardware.device=\"cpu\"'" if there == 0 else f"--nproc {there}",
             )

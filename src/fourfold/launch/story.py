@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fourfold.launch.failure import FailureReport
 from fourfold.spec.errors import EXIT_KILLED_BASE
+from fourfold.spec.words import counted
 
 FAILED, RESTARTED = "# Failed: ", "# Started again since: "  # titles in failures.md
 _SIGKILL_CODE = EXIT_KILLED_BASE + signal.SIGKILL
@@ -24,7 +25,11 @@ def in_file(failures: Sequence[FailureReport], command: Sequence[str], world: in
     """One attempt's part of failures.md: the cause in full with its traceback, then the others."""
     cause, *others = failures
     which = f" (attempt {attempt})" if attempt else ""
-    text = [f"{FAILED}{world} ranks of `{' '.join(command)}`{which}", "## First to fail", _quoted(cause)]
+    text = [
+        f"{FAILED}{counted(world, 'rank')} of `{' '.join(command)}`{which}",
+        "## First to fail",
+        _quoted(cause),
+    ]
     if others:
         text += ["## After it", *(_quoted(other, with_advice=False) for other in others)]
     return "\n\n".join(text) + "\n"

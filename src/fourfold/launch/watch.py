@@ -22,7 +22,14 @@ from fourfold.launch.processes import RankProcess
 from fourfold.launch.pulse import Beat, read_pulses
 from fourfold.launch.stop import SECOND_AFTER_S
 from fourfold.launch.story import last_lines
-from fourfold.spec.errors import EXIT_BUG, EXIT_DONE, EXIT_KILLED_BASE, EXIT_STOPPED
+from fourfold.spec.errors import (
+    EXIT_BUG,
+    EXIT_DONE,
+    EXIT_KILLED_BASE,
+    EXIT_STOPPED,
+    FourfoldError,
+    refusal,
+)
 
 SETTLE_S = 3.0  # from the first bad end: time for the others to say what they saw
 KILLED_SETTLE_S = 1.0  # the same where it was killed from outside: nothing that the others saw explains it
@@ -46,6 +53,18 @@ class Outcome:
     failures: tuple[FailureReport, ...] = ()
     told: str = ""
     restarts: int = 0
+
+    def refusal(self) -> FourfoldError | None:
+        """What the ranks refused of the request, where that ended them before any step of any attempt."""
+        if self.restarts or not self.failures or any(failure.step for failure in self.failures):
+            return None
+        cause = self.failures[0]
+        if cause.kind != "raised" or cause.passing:
+            return None
+        found = refusal(cause.exit_code, cause.problems)
+        if found is not None:
+            found.add_note(f"raised by rank {cause.rank}:\n{cause.traceback}")
+        return found
 
 
 class Watch:

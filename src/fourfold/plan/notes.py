@@ -8,6 +8,7 @@ from fourfold.record.environment import cores
 from fourfold.spec.boxes import shard_range
 from fourfold.spec.model import DecoderSpec, ImportSpec
 from fourfold.spec.spec import Spec
+from fourfold.spec.words import counted
 
 
 def notes_on(spec: Spec, nproc: int) -> tuple[str, ...]:
@@ -26,7 +27,8 @@ def _short_of_warm_up(spec: Spec) -> Iterator[str]:
     warmup, steps = spec.optimizer.warmup_steps, spec.run.steps
     if warmup > steps:
         yield (
-            f"run.steps = {steps} ends inside the warm-up of {warmup} steps: the learning rate stays below optimizer.lr"
+            f"run.steps = {steps} ends inside the warm-up of {counted(warmup, 'step')}: the learning rate stays below "
+            "optimizer.lr"
         )
 
 
@@ -73,4 +75,5 @@ def _unknown_cut(spec: Spec) -> Iterator[str]:
 def _crowded(spec: Spec, nproc: int) -> Iterator[str]:
     here = cores()
     if spec.hardware.device != "cuda" and nproc > here:
-        yield f"{nproc} ranks share {here} cores: slower steps, same results (--nproc {here}: a core for each)"
+        shared = f"{nproc} ranks share {counted(here, 'core')}"
+        yield f"{shared}: slower steps, same results (--nproc {here}: a core for each)"

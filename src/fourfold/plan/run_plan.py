@@ -20,6 +20,7 @@ from fourfold.spec.settle import settle
 from fourfold.spec.spec import Spec
 from fourfold.spec.training import LayoutSpec, PrecisionSpec
 from fourfold.spec.value import Value
+from fourfold.spec.words import counted
 
 
 class StateBytes(Value):
@@ -150,16 +151,15 @@ def _not_predicted(spec: Spec) -> tuple[str, ...]:
 def _lines(plan: RunPlan) -> list[str]:
     """The plan as text, at most 80 columns wide."""
     batch, grid = plan.spec.batch, Grid.of(plan.spec.layout)
-    step = (
-        f"{plan.samples_per_step:,} samples = micro {batch.micro_batch} × accumulation {batch.accumulation}"
-    )
-    step += f" × data parallel {grid.degree('dp')}"
+    step = f"{counted(plan.samples_per_step, 'sample', ',')} = micro {batch.micro_batch}"
+    step += f" × accumulation {batch.accumulation} × data parallel {grid.degree('dp')}"
     if plan.tokens_per_step is not None:
-        step += f"; {plan.tokens_per_step:,} tokens"
+        step += f"; {counted(plan.tokens_per_step, 'token', ',')}"
     rows = [
         (
             "run",
-            f"{plan.spec.name}: {plan.steps:,} steps on {plan.world} ranks, {plan.nproc} on this machine",
+            f"{plan.spec.name}: {counted(plan.steps, 'step', ',')} on {counted(plan.world, 'rank')}, "
+            f"{plan.nproc} on this machine",
         ),
         ("step", step),
         ("model", "unknown" if plan.parameters is None else f"{plan.parameters:,} parameters"),

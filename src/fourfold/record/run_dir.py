@@ -9,8 +9,10 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 
 from fourfold.record.problems import unwritable
 from fourfold.spec.errors import Problem, SpecError
@@ -18,9 +20,10 @@ from fourfold.spec.errors import Problem, SpecError
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """The names in a run directory; makes nothing and reads nothing."""
+    """The names in a run directory; makes nothing and reads nothing. stood: it was an empty folder when claimed."""
 
     path: Path
+    stood: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", Path(self.path))
@@ -128,17 +131,19 @@ def claim(path: Path | str) -> RunDir:
     return run
 
 
-def claim_filled(path: Path | str, fill: Callable[[RunDir], None]) -> RunDir:
+def claim_filled(path: Path | str, fill: Callable[[RunDir], None], resumes: bool = False) -> RunDir:
     """The same for one that holds, from its first moment on, what `fill` writes into the folder that it is given.
 
     It is made beside its place and moved there: who is killed meanwhile leaves a hidden folder, never half a run
-    directory. An empty folder of that name is nobody's, and taken. Raises what `fill` raises, too.
+    directory. An empty folder of that name is nobody's, and taken. resumes: whether who claims it could also go on with
+    a run. Raises what `fill` raises, too.
     """
     run = RunDir(Path(path))
     try:
-        made = run.path.parent / f".{run.path.name}-{secrets.token_hex(4)}"
-        if os.path.lexists(run.path) and not is_empty(run.path):
-            raise _used(run)
+        made = _beside(run)
+        run = RunDir(run.path, stood=os.path.lexists(run.path))
+        if run.stood and not is_empty(run.path):
+            raise _used(run, resumes)
         made.mkdir(parents=True)
     except OSError as error:
         raise unwritable(run.path, error, "make the run directory", "nothing was written") from error
@@ -148,12 +153,27 @@ def claim_filled(path: Path | str, fill: Callable[[RunDir], None]) -> RunDir:
     except OSError as error:
         shutil.rmtree(made, ignore_errors=True)
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise _used(run) from error
+            raise _used(run, resumes) from error
         raise unwritable(run.path, error, "make the run directory", "nothing was written") from error
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise
     return run
+
+
+def give_back(run: RunDir) -> None:
+    """Undo `claim_filled`: the name is as before, free or an empty folder. Where that cannot be, it stays used."""
+    gone = _beside(run)
+    with suppress(OSError):
+        os.rename(run.path, gone)
+        if run.stood:
+            run.path.mkdir()
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _beside(run: RunDir) -> Path:
+    """A hidden name of its own, next to the run directory."""
+    return run.path.parent / f".{run.path.name}-{secrets.token_hex(4)}"
 
 
 def next_free(root: Path | str, name: str) -> Path:
@@ -215,14 +235,14 @@ def is_empty(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink() and next(path.iterdir(), None) is None
 
 
-def _used(run: RunDir) -> SpecError:
-    free = next_free_beside(run.path)
+def _used(run: RunDir, resumes: bool = False) -> SpecError:
+    free = f"--set {quote(f'run.dir={next_free_beside(run.path)}')}"
     return SpecError(
         Problem(
             asked=f"run.dir = {str(run.path)!r}",
             found="that name is used already",
             why="a run never writes over another one's record",
-            instead=f"--set run.dir={free}, or --resume auto to go on with it",
+            instead=f"{free}, or --resume auto to go on with it" if resumes and run.is_run else free,
         )
     )
 

@@ -6,6 +6,7 @@ from fourfold.spec.degrees import nearest_divisors
 from fourfold.spec.errors import Problem, SpecError
 from fourfold.spec.rules_model import either, multiples_near
 from fourfold.spec.training import BatchSpec
+from fourfold.spec.words import counted
 
 _RELATION = "global_batch = micro_batch x accumulation x data-parallel degree"
 
@@ -80,4 +81,4 @@ def _no_samples(accumulation: int | None, degree: int, where: str) -> Problem:
 
 
 def _ranks(degree: int) -> str:
-    return f"{degree} data-parallel rank{'s' if degree > 1 else ''}"
+    return counted(degree, "data-parallel rank")

@@ -110,5 +110,10 @@ class RankFailed(FourfoldError):
 
     def refusal(self) -> FourfoldError | None:
         """What the rank raised, where it refused the request or could not read or write: no check has failed then."""
-        kinds = {EXIT_USAGE: SpecError, EXIT_UNREADABLE: DataError}
-        return kinds[self.exit_code](self.told) if self.told and self.exit_code in kinds else None
+        return refusal(self.exit_code, self.told)
+
+
+def refusal(exit_code: int, problems: Sequence[Problem]) -> FourfoldError | None:
+    """The error of a rank that refused the request, or could not read or write; None for one of another kind."""
+    kinds = {EXIT_USAGE: SpecError, EXIT_UNREADABLE: DataError}
+    return kinds[exit_code](problems) if problems and exit_code in kinds else None

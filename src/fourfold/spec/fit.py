@@ -11,6 +11,7 @@ from fourfold.spec.degrees import divisors, factorings
 from fourfold.spec.errors import Problem, SpecError
 from fourfold.spec.grid import AXES, BORROWED, Grid
 from fourfold.spec.training import LayoutSpec
+from fourfold.spec.words import counted
 
 # What tells one layout from another. Of two equally near answers, the one that changes an earlier setting comes
 # first: replicas are the cheapest to change, for they alter no tensor's shape.
@@ -119,7 +120,8 @@ def _ways_by(keys: tuple[str, ...], asked: Settings, world: int) -> Iterator[Way
         for degrees in factorings(world // kept, axes, base, free[0] if free else None):
             new = {axis: degrees[axis] for axis in axes} | changes
             settled = fill({**asked, **new}, world)
-            if settled is not None:
+            # A degree that would not stay as it is typed (dp_shard 1 under zero) is found by the degree it becomes.
+            if settled is not None and settled.items() >= new.items():
                 yield Way(new, settled, _distance(asked, new))
 
 
@@ -157,20 +159,26 @@ def _product_is_not_world(asked: Settings, world: int, legal: Legal) -> Problem:
     if free:
         why = f"{world} is no multiple of {total}, so no degree of {free[0]} fills the mesh"
     else:
-        why = f"every rank is one cell of the mesh, and {total} cells are not {world}"
+        cells = f"{counted(total, 'cell')} {'is' if total == 1 else 'are'} not {world}"
+        why = f"every rank is one cell of the mesh, and {cells}"
     nearest = []
     for way in ways(asked, world, legal):
         now = _free({**asked, **way.changes})[1]
         nearest.append(f"{way}" + "".join(f"  ({axis} becomes {way.settled[axis]})" for axis in now))
     alone = fill(asked, total)
     if not nearest or (alone is not None and legal(alone)):
-        nearest.append(f"a world of {total} ranks")
+        nearest.append(f"a world of {counted(total, 'rank')}")
     return Problem(
-        asked=f"a layout for {world} ranks",
-        found=arithmetic + "".join(f', {axis} = "auto"' for axis in free),
+        asked=f"a layout for {counted(world, 'rank')}",
+        found=arithmetic + "".join(f', {axis} = "auto"{_why_free(asked, axis)}' for axis in free),
         why=why if world > 0 else "there must be at least one rank",
         instead="\n     or  ".join(nearest),
     )
+
+
+def _why_free(asked: Settings, axis: str) -> str:
+    """Why an axis is free that was not asked to be (see `_free`)."""
+    return "" if asked[axis] == "auto" else f" (with {asked[axis]}, zero {asked['zero']} would shard nothing)"
 
 
 def _word(value: Any) -> str:

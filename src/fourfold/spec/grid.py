@@ -16,6 +16,7 @@ from itertools import product
 from fourfold.spec.degrees import nearest_divisors
 from fourfold.spec.errors import Problem, SpecError
 from fourfold.spec.training import LayoutSpec
+from fourfold.spec.words import counted
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 BORROWED = ("dp_shard", "cp", "tp")
@@ -164,7 +165,7 @@ class Grid:
             raise SpecError(
                 Problem(
                     asked=f"the place of rank {rank}",
-                    found=f"a grid of {self.world} ranks",
+                    found=f"a grid of {counted(self.world, 'rank')}",
                     why="ranks count from 0 up to the world size - 1",
                     instead=f"a rank from 0 to {self.world - 1}",
                 )
@@ -190,7 +191,7 @@ def _ep_does_not_divide(grid: Grid) -> Problem:
     nearest = nearest_divisors(cells, to=grid.ep)
     return Problem(
         asked=f"layout.ep = {grid.ep}",
-        found=f"dp_shard {grid.dp_shard} × cp {grid.cp} × tp {grid.tp} = {cells} ranks to borrow from",
+        found=f"dp_shard {grid.dp_shard} × cp {grid.cp} × tp {grid.tp} = {counted(cells, 'rank')} to borrow from",
         why=f"ep cuts those ranks into equal groups, and {cells} is not a multiple of {grid.ep}",
         instead=" or ".join(f"--set layout.ep={degree}" for degree in nearest),
     )

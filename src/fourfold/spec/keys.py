@@ -243,13 +243,13 @@ def _number(node: dict[str, Any], word: str) -> str:
     high, below = node.get("maximum"), node.get("exclusiveMaximum")
     if above is not None and node["type"] == "integer":
         low, above = above + 1, None
-    if high is None and below is None:
-        end = " up"
-    else:
-        end = f" to {high:g}" if high is not None else f" to below {below:g}"
     if above is not None:
-        return f"{word} above {above:g}"
-    return word if low is None else f"{word} from {low:g}{end}"
+        end = f", up to {high:g}" if high is not None else f" and below {below:g}" if below is not None else ""
+        return f"{word} above {above:g}{end}"
+    end = f"to {high:g}" if high is not None else f"to below {below:g}" if below is not None else "up"
+    if low is not None:
+        return f"{word} from {low:g} {end}"
+    return word if end == "up" else f"{word} up {end}"
 
 
 def toml_word(value: object) -> str:

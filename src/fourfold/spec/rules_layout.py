@@ -12,6 +12,7 @@ from fourfold.spec.model import DecoderSpec, MlpSpec
 from fourfold.spec.rules_model import decoder_of, either, moe_of, multiples_near
 from fourfold.spec.spec import Spec
 from fourfold.spec.widths import ffn_width
+from fourfold.spec.words import counted
 
 
 def one_auto(spec: Spec) -> Problem | None:
@@ -84,7 +85,7 @@ def ep_needs_experts(spec: Spec) -> Problem | None:
         return Problem(asked, "a model without experts", why, f"{one} or a model with [model.moe]")
     return Problem(
         asked=f"{asked} with model.moe.experts = {moe.experts}",
-        found=f"{moe.experts} experts, which make no such number of equal groups",
+        found=f"{counted(moe.experts, 'expert')}, which make no such number of equal groups",
         why="every rank of an expert-parallel group holds equally many experts",
         instead=either("layout.ep", nearest_divisors(moe.experts, ep)),
     )
@@ -99,7 +100,7 @@ def tp_divides_heads(spec: Spec) -> Problem | None:
     heads = f"model.heads = {model.heads}" + (f" and model.kv_heads = {kv}" if kv != model.heads else "")
     return Problem(
         asked=f"layout.tp = {tp} with {heads}",
-        found=f"{model.heads} heads and {kv} key/value heads, of which some would be cut",
+        found=f"{counted(model.heads, 'head')} and {counted(kv, 'key/value head')}, of which some would be cut",
         why="tensor parallel gives every rank whole heads, equally many: tp divides heads, and kv_heads or is a "
         "multiple of them (torch's DTensor puts parts together as if they were equal)",
         instead=either("layout.tp", _legal_degrees(spec, tp)),
@@ -115,7 +116,7 @@ def tp_divides_ffn(spec: Spec) -> Problem | None:
     by_default = "" if model.ffn_width else f", the default for width {model.width}"
     return Problem(
         asked=f"layout.tp = {tp} with model.ffn_width = {hidden}{by_default}",
-        found=f"{hidden} hidden features, which make no such number of equal parts",
+        found=f"{counted(hidden, 'hidden feature')}, which make no such number of equal parts",
         why="tensor parallel gives every rank equally many hidden features of the feed-forward (torch's DTensor puts "
         "parts together as if they were equal)",
         instead=either("layout.tp", _legal_degrees(spec, tp))
@@ -130,7 +131,7 @@ def tp_divides_hidden(spec: Spec) -> Problem | None:
         return None
     return Problem(
         asked=f"layout.tp = {tp} with model.hidden = {model.hidden}",
-        found=f"{model.hidden} hidden features, which make no such number of equal parts",
+        found=f"{counted(model.hidden, 'hidden feature')}, which make no such number of equal parts",
         why="every rank gets equally many hidden features; unequal parts are not built",
         instead=either("layout.tp", _legal_degrees(spec, tp))
         + f" or {either('model.hidden', multiples_near(model.hidden, tp))}",
@@ -144,7 +145,7 @@ def tp_fills_vocabulary(spec: Spec) -> Problem | None:
         return None
     return Problem(
         asked=f"layout.tp = {tp} with model.vocabulary = {model.vocabulary}",
-        found=f"{model.vocabulary} tokens, which leave a rank without any",
+        found=f"{counted(model.vocabulary, 'token')}, which leave a rank without any",
         why=f"ranks take {-(-model.vocabulary // tp)} of them each, in turn, as torch's DTensor cuts; torch's "
         "loss_parallel fails where a rank has none",
         instead=either("layout.tp", _legal_degrees(spec, tp)),

@@ -6,6 +6,7 @@ from fourfold.spec.errors import Problem
 from fourfold.spec.model import DecoderSpec, MlpSpec
 from fourfold.spec.spec import Spec
 from fourfold.spec.training import LayoutSpec
+from fourfold.spec.words import counted
 
 
 def wrap_needs_zero(spec: Spec) -> Problem | None:
@@ -58,7 +59,7 @@ def beyond_units(layout: LayoutSpec, units: int) -> Problem | None:
         return None
     return Problem(
         asked=f"layout.prefetch = {layout.prefetch} with layout.wrap = {_word(layout.wrap)}",
-        found="one unit that is gathered at once" if not units else f"{units} units of blocks",
+        found="one unit that is gathered at once" if not units else f"{counted(units, 'unit')} of blocks",
         why="there are not so many units that could be gathered ahead",
         instead=f"--set layout.prefetch={units}",
     )

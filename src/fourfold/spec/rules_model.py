@@ -6,6 +6,7 @@ from fourfold.spec.degrees import nearest_divisors
 from fourfold.spec.errors import Problem
 from fourfold.spec.model import DecoderSpec, MlpSpec, MoeSpec
 from fourfold.spec.spec import Spec
+from fourfold.spec.words import counted
 
 
 def decoder_of(spec: Spec) -> DecoderSpec | None:
@@ -79,7 +80,7 @@ def even_rotary(spec: Spec) -> Problem | None:
         return None
     return Problem(
         asked='model.positions = "rotary"',
-        found=f"heads of {width} features",
+        found=f"heads of {counted(width, 'feature')}",
         why="rotary positions turn features in pairs, so a head needs an even number of them",
         instead=either(key, multiples_near(width, 2)),
     )

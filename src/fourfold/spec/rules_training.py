@@ -5,6 +5,7 @@ from __future__ import annotations
 from fourfold.spec.errors import Problem
 from fourfold.spec.spec import Spec
 from fourfold.spec.training import STATE_PARTS
+from fourfold.spec.words import counted
 
 SEED_LIMIT = 2**63  # seeds travel as signed 64-bit integers
 
@@ -27,7 +28,7 @@ def schedule_fits(spec: Spec) -> Problem | None:
     share = steps // 10
     return Problem(
         asked=f"optimizer.warmup_steps = {warmup} and optimizer.decay_steps = {decay} with run.steps = {steps}",
-        found=f"{warmup + decay} steps of schedule in {steps} steps",
+        found=f"{counted(warmup + decay, 'step')} of schedule in {counted(steps, 'step')}",
         why="the decay would begin before the warm-up has ended",
         instead=f"--set optimizer.warmup_steps={share} --set optimizer.decay_steps={share}"
         f" or --set run.steps={warmup + decay} or more",

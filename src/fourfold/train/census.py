@@ -23,6 +23,7 @@ from fourfold.spec.grid import Grid
 from fourfold.spec.model import ImportSpec
 from fourfold.spec.spec import Spec
 from fourfold.spec.target import source_file
+from fourfold.spec.words import counted
 
 
 def parameter_hash(model: nn.Module) -> str:
@@ -68,10 +69,10 @@ def check_world(spec: Spec, rank: Rank) -> None:
     if asked != rank.world:
         raise CheckFailed(
             Problem(
-                asked=f"a world of {asked} ranks",
-                found=f"{rank.world} ranks have joined",
+                asked=f"a world of {counted(asked, 'rank')}",
+                found=f"{counted(rank.world, 'rank')} joined",
                 why="batch arithmetic, sample order and learning rate were settled for another world",
-                instead=f"start {asked} ranks, or ask for a layout of {rank.world}",
+                instead=f"start {counted(asked, 'rank')}, or ask for a layout of {rank.world}",
             )
         )
 

@@ -22,6 +22,7 @@ from fourfold.record.rewind import START, Mark, Marker
 from fourfold.record.run_dir import RunDir
 from fourfold.record.writer import JsonLines
 from fourfold.spec.errors import DataError
+from fourfold.spec.words import counted
 from fourfold.train.meter import Meter
 from fourfold.train.precision import notes
 from fourfold.train.saving import Restored
@@ -99,8 +100,9 @@ class Recorder:
             self.note(note)
         per_epoch, world = training.schedule.steps_per_epoch, training.joined.rank.world
         self._story.say(
-            f"{self._plan.steps} steps of {training.spec.batch.global_batch} samples on "
-            f"{world} rank{'s' if world > 1 else ''}; epoch: {per_epoch} steps ({len(training.sources.train)} samples)"
+            f"{counted(self._plan.steps, 'step')} of {counted(self._plan.samples_per_step, 'sample')} on "
+            f"{counted(world, 'rank')}; epoch: {counted(per_epoch, 'step')} "
+            f"({counted(len(training.sources.train), 'sample')})"
         )
         if self._plan.resume_from:
             self._story.say(f"goes on after step {first}, from {self._plan.resume_from}")

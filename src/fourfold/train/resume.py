@@ -25,6 +25,7 @@ from fourfold.record.rewind import keep_lines_until, set_findings_aside
 from fourfold.record.run_dir import RunDir, is_empty, next_free_beside
 from fourfold.record.writer import write_json
 from fourfold.spec.errors import DataError, Problem, SpecError
+from fourfold.spec.words import counted
 
 Resume = Literal["auto", "must", "never"]
 
@@ -253,7 +254,7 @@ def _no_run(run: RunDir) -> Problem:
 
 def _another_world(run: RunDir, before: int, now: int) -> Problem:
     return Problem(
-        asked=f"go on with {run.path} on {now} rank{'s' if now > 1 else ''}",
+        asked=f"go on with {run.path} on {counted(now, 'rank')}",
         found=f"it was started on {before}",
         why="going on with another number of ranks is not supported yet",
         instead=f"--nproc {before}",

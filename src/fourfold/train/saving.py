@@ -23,6 +23,7 @@ from fourfold.record.rewind import Mark
 from fourfold.record.run_dir import RunDir
 from fourfold.spec.errors import CheckFailed, DataError, Problem
 from fourfold.spec.spec import Spec
+from fourfold.spec.words import counted
 from fourfold.train.allowed import Allowed, allowed
 from fourfold.train.observe import observing
 from fourfold.train.precision import autocast
@@ -135,7 +136,7 @@ def _check_world(training: Training, manifest: Manifest, folder: Path) -> None:
     if manifest.world != world:
         raise DataError(
             Problem(
-                asked=f"go on from {folder} on {world} ranks",
+                asked=f"go on from {folder} on {counted(world, 'rank')}",
                 found=f"it was saved by {manifest.world}",
                 why="each rank goes on with its own random streams and its own part of every batch",
                 instead=f"--nproc {manifest.world}",

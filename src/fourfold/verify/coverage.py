@@ -25,6 +25,7 @@ from fourfold.spec.grid import Grid
 from fourfold.spec.rules import require
 from fourfold.spec.settle import data_parallel_degree, settle
 from fourfold.spec.spec import Spec
+from fourfold.spec.words import counted
 from fourfold.train.setup import batch_schedule
 from fourfold.verify.deliver import Delivery, deliver
 from fourfold.verify.ledger import RankLedger
@@ -116,13 +117,13 @@ def run_coverage(path: Path, *, out: Path | None = None, command: str = "") -> d
     if going or any(record.ending == "stopped" for record in records):
         check.open(*_still_to_come(reader.dir, last, spec.run.steps))
     ledgers = [record.ledger(schedule, last) for record in records]
-    told = f"{len(records)} ranks"
+    told = counted(len(records), "rank")
     if going and len(records) < world:  # the others may not have begun theirs yet
         check.open("every rank left a record", f"{told} of {world}", "the same command, when all have begun")
         check.count(ledgers)
         _as_scheduled(check, records, schedule, last)
     else:
-        check.fact("every rank left a record", f"{world} ranks", told, len(records) == world)
+        check.fact("every rank left a record", counted(world, "rank"), told, len(records) == world)
         _judge(check, reader.dir, records, ledgers, last, grid)
     folder = open_folder(path if out is None else out, spec.name)
     return check.document(folder, "coverage-of-run", spec, world)

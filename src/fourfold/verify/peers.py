@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fourfold.spec.grid import Grid
+from fourfold.spec.words import counted
 from fourfold.verify.ledger import Ids, RankLedger
 
 
@@ -38,7 +39,7 @@ def one_pass_of_each(by_rank: Sequence[Ids], grid: Grid) -> tuple[list[Ids], lis
 
 def _first_difference(ledger: RankLedger, leader: RankLedger) -> str:
     if ledger.steps != leader.steps:
-        return f"{ledger.steps} steps, not {leader.steps}"
+        return f"{counted(ledger.steps, 'step')}, not {leader.steps}"
     told = (("samples", ledger.ids, leader.ids), ("rows", ledger.rows, leader.rows))
     for what, mine, others in told:
         wrong = np.flatnonzero((mine != others).any(axis=1))

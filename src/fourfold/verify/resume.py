@@ -25,6 +25,7 @@ from fourfold.spec.load import LoadedSpec
 from fourfold.spec.rules import require
 from fourfold.spec.settle import data_parallel_degree, settle
 from fourfold.spec.spec import Spec
+from fourfold.spec.words import counted
 from fourfold.train.resume import reopen_run, resumed
 from fourfold.train.setup import batch_schedule
 from fourfold.train.start import open_run
@@ -201,7 +202,7 @@ def _runs(
 ) -> tuple[list[Trail], Deviation | None]:
     """All runs, judged; and the first deviation, looked at again."""
     steps = rules.spec.run.steps
-    say(f"undisturbed: {steps} steps on {case.world} rank{'s' if case.world > 1 else ''}")
+    say(f"undisturbed: {counted(steps, 'step')} on {counted(case.world, 'rank')}")
     right = case.run(undisturbed)
     broken = judge.undisturbed(right, rules)
     if broken or right.failure:
