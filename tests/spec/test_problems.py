@@ -135,8 +135,16 @@ def test_missing_path_after_a_setting_of_the_kind() -> None:
         ("[layout]\nzero = 7", "the whole number 7", "zero = <0, 1, 2 or 3>, under [layout]"),
         ('[layout]\ndp_shard = "atuo"', 'the text "atuo"', 'dp_shard = "auto", under [layout]'),
         ("[layout]\ndp_replicate = 0", "the whole number 0", "dp_replicate = 1, under [layout]"),
-        ("[precision]\nscale_backoff = 2.0", "the number 2.0", "scale_backoff = <a number above 0 and below 1>"),
-        ("[precision]\nscale_growth = 1.0", "the number 1.0", "scale_growth = <a number above 1, up to 65536>"),
+        (
+            "[precision]\nscale_backoff = 2.0",
+            "the number 2.0",
+            "scale_backoff = <a number above 0 and below 1>",
+        ),
+        (
+            "[precision]\nscale_growth = 1.0",
+            "the number 1.0",
+            "scale_growth = <a number above 1, up to 65536>",
+        ),
         ("dropout = 1.0", "the number 1.0", "dropout = <a number from 0 to below 1>, under [model]"),
         ("moe = true", "the truth value true", "[model.moe], and below it its keys (experts, top_k, "),
         ("[[batch]]\nmicro_batch = 2", "a list of 1", "[batch], and below it its keys (global_batch, "),

@@ -22,7 +22,9 @@ def listing_shown(listing: Listing) -> str:
     for state in ("damaged", "saving", "unfinished", "set aside"):
         if found := listing.of(state):
             held += f"; {len(found)} {state}, {size(sum(entry.bytes for entry in found))}"
-    stands = f"step {newest.step:,}, after {counted(newest.position or 0, 'sample', ',')}" if newest else "none"
+    stands = (
+        f"step {newest.step:,}, after {counted(newest.position or 0, 'sample', ',')}" if newest else "none"
+    )
     totals = table(("path", listing.ckpt_dir), [("checkpoints", held), ("newest", stands)])
     rows = [_entry_row(entry, entry is newest) for entry in listing.entries]
     text = f"{totals}\n\n{table(('', 'step', 'saved, UTC', 'samples', 'size', 'folder'), rows)}"

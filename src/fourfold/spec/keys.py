@@ -244,7 +244,9 @@ def _number(node: dict[str, Any], word: str) -> str:
     if above is not None and node["type"] == "integer":
         low, above = above + 1, None
     if above is not None:
-        end = f", up to {high:g}" if high is not None else f" and below {below:g}" if below is not None else ""
+        end = (
+            f", up to {high:g}" if high is not None else f" and below {below:g}" if below is not None else ""
+        )
         return f"{word} above {above:g}{end}"
     end = f"to {high:g}" if high is not None else f"to below {below:g}" if below is not None else "up"
     if low is not None:
