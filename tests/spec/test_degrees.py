@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.spec.degrees import divisors, factorings, nearest_divisors
+from fourfold.spec.degrees import count_factorings, divisors, factorings, nearest_divisors
 
 
 @given(st.integers(1, 5000))
@@ -41,3 +41,9 @@ def test_factorings_are_all_products_without_what_was(product: int, count: int, 
     assert len(list(factorings(product, axes, {}, free="dp"))) == sum(
         len(list(factorings(part, axes, {}))) for part in divisors(product)
     )
+
+
+@given(st.integers(1, 400), st.integers(1, 4))
+def test_factorings_are_counted_without_being_made(product: int, count: int) -> None:
+    axes = ("tp", "pp", "cp", "ep")[:count]
+    assert count_factorings(product, count) == len(list(factorings(product, axes, {})))

@@ -53,6 +53,7 @@ def test_zero_takes_what_the_world_leaves_as_shards() -> None:
         (LayoutSpec(), 0, "at least one rank"),
         (LayoutSpec(), 0, "type:  a world of 1 rank"),
         (LayoutSpec(dp_replicate=1), 2, "and 1 cell is not 2"),
+        (LayoutSpec(), 10**9, "a world of 262144 ranks"),
         (LayoutSpec(dp_replicate="auto", dp_shard="auto"), 8, "--set layout.dp_shard=1"),
         (LayoutSpec(tp=2, ep=4), 4, "--set layout.ep=2"),
     ],

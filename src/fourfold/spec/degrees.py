@@ -20,6 +20,20 @@ def nearest_divisors(number: int, to: int) -> list[int]:
     return sorted({*below, *above}, key=lambda d: abs(math.log2(d / to)))
 
 
+def count_factorings(product: int, axes: int) -> int:
+    """In how many ways `factorings` writes `product` as degrees of so many axes."""
+    count, prime = 1, 2
+    while product > 1:
+        if prime * prime > product:
+            prime = product
+        power = 0
+        while product % prime == 0:
+            product, power = product // prime, power + 1
+        count *= math.comb(power + axes - 1, power)
+        prime += 1
+    return count
+
+
 def factorings(
     product: int, axes: Sequence[str], other_than: Mapping[str, object], free: str | None = None
 ) -> Iterator[dict[str, int]]:

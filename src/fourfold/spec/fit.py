@@ -17,6 +17,7 @@ from fourfold.spec.words import counted
 # first: replicas are the cheapest to change, for they alter no tensor's shape.
 SETTINGS = ("dp_replicate", "dp_shard", "cp", "pp", "tp", "ep", "zero", "sp")
 ZERO_STAGES = (0, 1, 2, 3)
+LARGEST_WORLD = 2**18  # of a layout: more ranks than any machine has, and the most that are told one by one
 MOST_CHANGES = 4  # of `ways`: further away nobody would recognise what was asked
 
 Settings = Mapping[str, Any]  # of SETTINGS; degrees may be "auto" where said
@@ -56,8 +57,10 @@ def fit(layout: LayoutSpec, world: int, legal: Legal = lambda _: True) -> Layout
     """`layout` for `world` ranks, as `fill`; idempotent. `legal`: what else a layout that is proposed must be.
 
     Raises SpecError where two degrees are "auto", where the product of degrees cannot be `world` (naming the
-    nearest that can, and are legal), or where `ep` does not divide.
+    nearest that can, and are legal), where `ep` does not divide, or for more ranks than `LARGEST_WORLD`.
     """
+    if world > LARGEST_WORLD:
+        raise SpecError(_too_many(world))
     asked = settings_of(layout)
     settled, free = _free(asked)
     if len(free) > 1:
@@ -150,6 +153,15 @@ def _free(asked: Settings) -> tuple[dict[str, Any], list[str]]:
 
 def _product(settled: Settings, free: list[str]) -> int:
     return math.prod(settled[axis] for axis in AXES if axis not in free)
+
+
+def _too_many(world: int) -> Problem:
+    return Problem(
+        asked=f"a layout for {world} ranks",
+        found=f"more than {LARGEST_WORLD} ranks",
+        why="no machine has so many, and each one is placed and told by itself",
+        instead=f"a world of {LARGEST_WORLD} ranks",
+    )
 
 
 def _product_is_not_world(asked: Settings, world: int, legal: Legal) -> Problem:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from fourfold.spec.degrees import divisors, factorings
-from fourfold.spec.errors import Problem
+from fourfold.spec.degrees import count_factorings, divisors, factorings
+from fourfold.spec.errors import Problem, SpecError
 from fourfold.spec.fit import SETTINGS, ZERO_STAGES, Settings, fit
 from fourfold.spec.grid import AXES, BORROWED
 from fourfold.spec.legal import Judge, settings_in
@@ -18,6 +18,7 @@ from fourfold.spec.rules import RULES
 from fourfold.spec.spec import Spec
 from fourfold.spec.training import LayoutSpec
 
+MOST_MESHES = 100_000  # judged in seconds
 DATA_PARALLEL = "data parallel"  # the product that the batch is cut by
 _OPTIONS = tuple(key for key in SETTINGS if key not in AXES)
 
@@ -54,10 +55,11 @@ def layouts(spec: Spec, world: int) -> Layouts:
 
     spec: as it was typed, not settled; of its layout all counts but the degrees, ep, zero and sp. Options of what is
     not used are left out, for they change nothing: sp with tp = 1, zero > 0 with one rank to shard over, an ep that
-    does not divide. Raises SpecError for a world below 1.
+    does not divide. Raises SpecError for a world below 1, or one with more layouts than can be listed.
     """
-    if world < 1:
-        fit(LayoutSpec(), world)
+    fit(LayoutSpec(), world)
+    if (meshes := count_factorings(world, len(AXES))) > MOST_MESHES:
+        raise SpecError(_too_many(world, meshes))
     judge = Judge(spec, RULES)
     tally = _Tally(judge, world)
     overall = [rule for rule in RULES if not settings_in(rule) and rule.applies(spec)]
@@ -78,6 +80,16 @@ def layouts(spec: Spec, world: int) -> Layouts:
             else:
                 legal.append(spec.layout.model_copy(update=settings))
     return Layouts(tuple(legal), tally.families())
+
+
+def _too_many(world: int, meshes: int) -> Problem:
+    return Problem(
+        asked=f"every layout of {world} ranks",
+        found=f"{meshes:,} products of {len(AXES)} degrees",
+        why=f"each is judged by itself, and only up to {MOST_MESHES:,} are",
+        instead=f"a world of {2 ** (world.bit_length() - 1)} ranks, which has fewer divisors; or one of its layouts: "
+        f"fourfold layout show --world {world} --set layout.tp=2",
+    )
 
 
 def _meshes(world: int) -> Iterator[dict[str, Any]]:
