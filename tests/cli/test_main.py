@@ -136,6 +136,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("--wrold", "fourfold --help"),
         ("spec shw tiny", "show; see: fourfold spec --help"),
         ("spec show", "fourfold spec show --help"),
+        ("spec list extra", "fourfold spec list --help"),
         ("spec show tiny --wrold 4", "--world; see: fourfold spec show --help"),
         ("spec show tiny --world four", "fourfold spec show --help"),
         ("spec show tiny --set run.steps 5", "--set run.steps=5; see: fourfold spec show --help"),

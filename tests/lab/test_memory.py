@@ -8,7 +8,7 @@ from fourfold.cli.lab_memory import memory_lines
 from fourfold.cli.main import main
 from fourfold.lab import memory
 from fourfold.lab.memory import INSTANTS, is_even, lab_memory, layouts, ratio
-from fourfold.spec.errors import SpecError
+from fourfold.spec.errors import DataError, SpecError
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +83,23 @@ def test_one_rank_has_nothing_to_shard():
 
 
 @pytest.mark.parametrize(
-    ("asked", "instead"), [(99, "--nproc 32"), (5, "--nproc 4 or --nproc 8"), (10**9, "--nproc 32")]
+    ("asked", "instead"), [(99, "--nproc 32"), (5, "--nproc 4 or --nproc 8"), (10**5, "--nproc 32")]
 )
 def test_more_ranks_than_the_model_is_cut_into_evenly_are_refused_before_any_starts(asked, instead):
     with pytest.raises(SpecError) as error:
         lab_memory(nproc=asked)
     assert error.value.problems[0].instead == instead
     assert [number for number in range(2, 10) if is_even(number)] == [2, 3, 4, 8]
+
+
+def test_a_place_for_the_findings_that_cannot_be_made_is_refused_before_any_rank_starts(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("fourfold.lab.memory.RankPool", None)
+    with pytest.raises(DataError) as error:
+        lab_memory(out=tmp_path / "file")
+    assert error.value.problems[0].instead == "--out ANOTHER/PLACE"
 
 
 def test_hsdp_takes_two_replicas_of_two_shards():

@@ -163,6 +163,18 @@ def test_no_world() -> None:
         layouts(spec_of(()), 0)
 
 
+def test_more_layouts_than_can_be_listed_are_refused_at_once() -> None:
+    with pytest.raises(SpecError, match=r"236,250 products of 5 degrees(.|\n)*a world of 65536 ranks"):
+        layouts(spec_of(()), 110880)
+    with pytest.raises(SpecError, match="a world of 262144 ranks"):
+        layouts(spec_of(()), 10**9)
+
+
+def test_where_a_world_has_very_many_divisors_the_nearest_is_still_told() -> None:
+    (problem,) = [one for one in told(["layout.tp=17"], 240240) if "heads" in one.asked]
+    assert problem.instead == "--set layout.tp=4 --set batch.global_batch=120120"
+
+
 # ------------------------------------------------------------------------------------------------------- rules
 
 

@@ -220,7 +220,7 @@ def _no_verb(tokens: list[str]) -> Problem:
 
 def _usage(error: CycloptsError, tokens: list[str]) -> Problem:
     """cyclopts' one sentence or two, in four parts."""
-    found, _, hint = str(error).partition(" Did you mean ")
+    found, _, hint = str(error).replace("Unused Tokens:", "Unknown words:").partition(" Did you mean ")
     meant = hint.partition("?")[0].strip('"')
     loose = [
         f"--set {a}={b}"

@@ -95,6 +95,7 @@ def lab_memory(
         raise SpecError(_too_few(nproc))
     if not is_even(nproc):
         raise SpecError(_uneven(nproc))
+    folder = open_folder(out, "lab")
     for note in notes_on(_spec(nproc, ()), nproc):
         say(f"note: {note}")
     findings: list[Finding] = []
@@ -117,7 +118,7 @@ def lab_memory(
         "tolerance": TOLERANCE,
         "layouts": entries,
     }
-    path = write_findings(open_folder(out, "lab"), "lab-memory", findings, SCHEMA, **facts)
+    path = write_findings(folder, "lab-memory", findings, SCHEMA, **facts)
     return document(SCHEMA, findings, **facts, findings_file=str(path))
 
 

@@ -16,17 +16,19 @@ def is_full(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno in _FULL
 
 
-def unwritable(path: Path, error: OSError, what: str, kept: str) -> DataError:
-    """A file that cannot be written; `kept` says what of it is safe."""
+def unwritable(
+    path: Path, error: OSError, what: str, kept: str, elsewhere: str = "--set run.dir=ANOTHER/PLACE"
+) -> DataError:
+    """A file that cannot be written; `kept` says what of it is safe, `elsewhere` is the way to another place."""
     place = path.parent
     while place.name.startswith("."):  # a folder of a save, which is removed when it fails
         place = place.parent
     if is_full(error):
-        instead = f"df -h {place}  (free some space there, or --set run.dir=ANOTHER/PLACE)"
+        instead = f"df -h {place}  (free some space there, or {elsewhere})"
     elif error.errno in _FORBIDDEN:
-        instead = f"ls -ld {place}  (shows who may write there; or --set run.dir=ANOTHER/PLACE)"
+        instead = f"ls -ld {place}  (shows who may write there; or {elsewhere})"
     else:
-        instead = "--set run.dir=ANOTHER/PLACE"
+        instead = elsewhere
     return DataError(
         Problem(
             asked=f"{what}: {path}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, combinations, product, zip_longest
+from itertools import chain, combinations, islice, product, zip_longest
 from typing import Any, NamedTuple
 
 from fourfold.spec.degrees import divisors, factorings
@@ -19,6 +19,7 @@ SETTINGS = ("dp_replicate", "dp_shard", "cp", "pp", "tp", "ep", "zero", "sp")
 ZERO_STAGES = (0, 1, 2, 3)
 LARGEST_WORLD = 2**18  # of a layout: more ranks than any machine has, and the most that are told one by one
 MOST_CHANGES = 4  # of `ways`: further away nobody would recognise what was asked
+MOST_TRIED = 20_000  # of `ways`: worlds of a hundred divisors have millions
 
 Settings = Mapping[str, Any]  # of SETTINGS; degrees may be "auto" where said
 Legal = Callable[[Settings], bool]  # asked about settings without "auto"
@@ -89,16 +90,20 @@ def ways(asked: Settings, world: int, legal: Legal, limit: int = 3) -> list[Way]
     Nearest: as few settings changed as possible; then the smallest change, the sum over degrees of
     |log2(new / asked)| and over stages of zero of |new - asked|; then the change of the cheaper setting. A way that
     changes more than another does, and what that one changes too, is left out unless there are too few others.
+    In a world of very many divisors those of several changes are not all tried: then none is told of them.
     """
     if world < 1 or len(_free(asked)[1]) > 1:
         return []
     kinds: list[list[Way]] = []  # by the settings that they change
+    left = MOST_TRIED
     for size in range(1, MOST_CHANGES + 1):
         here = []
         for keys in combinations(SETTINGS, size):
             if any(set(kind[0].changes) <= set(keys) for kind in kinds):
                 continue
-            found = [way for way in _ways_by(keys, asked, world) if legal(way.settled)]
+            tried = list(islice(_ways_by(keys, asked, world), left))
+            left -= len(tried)
+            found = [way for way in tried if legal(way.settled)] if left else []
             if found:
                 here.append(sorted(found, key=lambda way: way.distance))
         kinds += sorted(here, key=lambda kind: kind[0].distance)

@@ -20,5 +20,6 @@ def open_folder(out: Path | None, name: str) -> RunDir:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise unwritable(out, error, "make the folder for the findings", "nothing was written") from error
+        what, elsewhere = "make the folder for the findings", "--out ANOTHER/PLACE"
+        raise unwritable(out, error, what, "nothing was written", elsewhere) from error
     return RunDir(out)
