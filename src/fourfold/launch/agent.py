@@ -45,7 +45,8 @@ class Launch:
     one collective, as the ranks set it too. grace_s: from the first signal to the end of every rank.
     threads_per_rank: CPU threads of each rank; None: this machine's cores divided by nproc. typed: what a person
     typed to have this started, for failures.md; empty: the command. holds: as for a `RankProcess`. restarts: when
-    to start ranks again that failed; None: never. may_refuse: what the ranks refuse before any step is raised.
+    to start ranks again that failed; None: never. may_refuse: what the ranks refuse before any step
+    (`Outcome.refusal`) is the caller's to tell.
     """
 
     command: tuple[str, ...]
@@ -68,8 +69,7 @@ def launch(request: Launch, stop: StopRequest | None = None) -> Outcome:
     On a failure the story is printed to stderr, the cause last, and written to `failures.md`, the cause first; with
     `restarts` all ranks may then be started again, under the same store, lock and run directory.
     Collectives: none; no port is picked, the store binds its own, to this machine only.
-    Raises SpecError for a request that cannot start, DataError if the run directory cannot be written; with
-    `may_refuse` either for what a rank refused (`Outcome.refusal`), of which no story is printed then.
+    Raises SpecError for a request that cannot start, DataError if the run directory cannot be written.
     """
     _check(request)
     run_dir = Path(request.run_dir)
@@ -91,9 +91,8 @@ def launch(request: Launch, stop: StopRequest | None = None) -> Outcome:
         number, at = signals.seen[0]
         took = f"{time.monotonic() - at:.1f} s after {signal_name(number)}"
         say(f"every rank had ended {took}; run.grace_s gives them {request.grace_s:g}")
-    if request.may_refuse and (refusal := agent.outcome.refusal()) is not None:
-        raise refusal
-    _tell(agent.outcome)
+    if not request.may_refuse or agent.outcome.refusal() is None:
+        _tell(agent.outcome)
     return agent.outcome
 
 

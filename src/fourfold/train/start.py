@@ -16,7 +16,6 @@ from fourfold.record.environment import environment
 from fourfold.record.lock import locked
 from fourfold.record.run_dir import RunDir, claim_filled, claim_next, give_back
 from fourfold.record.writer import write_json, write_request
-from fourfold.spec.errors import FourfoldError
 from fourfold.train.resume import GoingOn, next_point, reopen_run
 
 if TYPE_CHECKING:
@@ -88,10 +87,11 @@ def start(
         restarts=Restarts(max_restarts, partial(next_point, plan, run), done) if max_restarts else None,
         may_refuse=new,
     )
-    try:
-        return launch(asked, stop)
-    except FourfoldError:
-        if new:
-            give_back(run)
-            say(folded(f"nothing was begun: the name {run.path} is free again"))
-        raise
+    outcome = launch(
+        asked, stop
+    )  # whatever this raises keeps the directory: an earlier attempt may have trained
+    if new and (refusal := outcome.refusal()) is not None:
+        give_back(run)
+        say(folded(f"nothing was begun: the name {run.path} is free again"))
+        raise refusal
+    return outcome
