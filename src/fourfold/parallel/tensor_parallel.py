@@ -34,7 +34,7 @@ from fourfold.models.boxes import box_in, box_of
 from fourfold.models.protocol import Heads, ModelKit, Rule, parameter_rules, pattern_of, typed, word
 from fourfold.parallel.table import check_table
 from fourfold.parallel.trail import Joined, Trail
-from fourfold.spec.errors import CheckFailed, Problem, SpecError
+from fourfold.spec.errors import Problem, SpecError
 
 
 @dataclass(slots=True)
@@ -235,7 +235,7 @@ def _lifted(joined: Joined, cut: _Cut) -> Callable[[Any], Any]:
             return x
         if not seen:
             if not _same(x, cut):
-                raise CheckFailed(_between(joined))
+                raise SpecError(_between(joined))
             seen = True
         return cut.whole(x)
 
@@ -285,7 +285,7 @@ def _whole_output(cut: _Cut) -> Callable[[nn.Module, Any, Any], Any]:
         if not seen:
             plain = [x for x in outputs if isinstance(x, Tensor) and not isinstance(x, DTensor)]
             if not all(_same(x, cut) for x in plain):
-                raise CheckFailed(_own_output(cut.trail.without_row()))
+                raise SpecError(_own_output(cut.trail.without_row()))
             seen = True
         if not isinstance(output, DTensor) or output.placements[0] == Shard(output.ndim - 1):
             return output
