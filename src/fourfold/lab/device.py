@@ -17,6 +17,7 @@ from fourfold.lab import device_rank
 from fourfold.lab.memory import SETTINGS as MEMORY
 from fourfold.lab.memory import TOLERANCE, ratio
 from fourfold.lab.precision import lab_precision
+from fourfold.lab.precision_ranks import course
 from fourfold.lab.smoke import smoke, smoke_spec
 from fourfold.launch.pool import RankPool
 from fourfold.launch.stop import StopRequest
@@ -26,6 +27,7 @@ from fourfold.record.finding import Finding, document, fact, not_tested, write_f
 from fourfold.record.reader import RunReader
 from fourfold.record.run_dir import RunDir, claim_next
 from fourfold.spec.load import load_spec
+from fourfold.spec.ready import ready_text
 from fourfold.train.start import open_run
 from fourfold.verify.equal import verify_equal
 from fourfold.verify.out import open_folder
@@ -155,10 +157,10 @@ def _times(check: _Check) -> list[dict[str, Any]]:
                 "run.validate_every=0",
                 "run.validation_batches=1",
             )
-            plan = check.plan("small", *more, *sets)
-            run = open_run(_in(plan, check.folder.path / f"step-{len(entries)}"), load_spec("small", []).text)
-            pool.run(device_rank.trained, plan, run.path)
-            lines = [line for line in RunReader(run.path).metrics() if "loss" in line]
+            folder = check.folder.path / f"step-{len(entries)}"
+            plan = check.plan("small", f'run.dir="{folder}"', *more, *sets)
+            pool.run(course, plan, open_run(plan, ready_text("small")).path, "")
+            lines = [line for line in RunReader(folder).metrics() if "loss" in line]
             entries.append({"title": title, **_entry(lines)})
             check.say(f"step of small in {title}: {entries[-1]['step_s'] * 1e3:.1f} ms")
     fell = all(entry["fell"] for entry in entries)
@@ -183,12 +185,6 @@ def _times(check: _Check) -> list[dict[str, Any]]:
         )
     )
     return entries
-
-
-def _in(plan: RunPlan, folder: Path) -> RunPlan:
-    """The same plan, with that run directory."""
-    run = plan.spec.run.model_copy(update={"dir": str(folder)})
-    return plan.model_copy(update={"spec": plan.spec.model_copy(update={"run": run})})
 
 
 def _entry(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import redirect_stderr
-from io import StringIO
-from pathlib import Path
-
 import torch
 
 from fourfold.lab.memory_ranks import Held, measure
-from fourfold.launch.stop import StopRequest
-from fourfold.plan.run_plan import RunPlan
-from fourfold.record.run_dir import RunDir
 from fourfold.spec.spec import Spec
-from fourfold.train.loop import train
 from fourfold.verify.here import joined_here
 
 
@@ -24,13 +16,3 @@ def held(spec: Spec) -> tuple[Held, int | None]:
         torch.cuda.reset_peak_memory_stats()
     found = measure(spec)
     return found, torch.cuda.max_memory_allocated() if on_cuda else None
-
-
-def trained(plan: RunPlan, run: Path) -> None:
-    """Train as planned; its story goes to the log."""
-    with redirect_stderr(StringIO()):
-        train(plan, joined_here(), RunDir(run), StopRequest(), _unwatched)
-
-
-def _unwatched(step: int, phase: str, patient: bool = False) -> None:
-    """Nobody keeps this rank's pulse."""

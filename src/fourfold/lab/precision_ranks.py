@@ -28,7 +28,7 @@ from fourfold.spec.errors import CheckFailed, Problem
 from fourfold.spec.spec import Spec
 from fourfold.train import loop, setup, step
 from fourfold.train.scaler import LossScale
-from fourfold.train.setup import Training, open_training
+from fourfold.train.setup import Training, no_beat, open_training
 from fourfold.train.step import PendingTotals, agree_totals
 from fourfold.verify.here import joined_here
 
@@ -39,7 +39,7 @@ INF_RANK = 1
 def course(plan: RunPlan, run: Path, mistake: str) -> None:
     """Train as planned in the product's own loop, with a mistake in it ("": none). Its story goes to the log."""
     with redirect_stderr(StringIO()), MISTAKES[mistake]():
-        loop.train(plan, joined_here(), RunDir(run), StopRequest(), _unwatched)
+        loop.train(plan, joined_here(), RunDir(run), StopRequest(), no_beat)
 
 
 def refused(plan: RunPlan, run: Path, mistake: str) -> str:
@@ -203,7 +203,3 @@ def _trained(training: Training) -> list[tuple[str, nn.Parameter]]:
 
 def _bytes(tensors: Any) -> int:
     return sum(one.numel() * one.element_size() for one in tensors)
-
-
-def _unwatched(step: int, phase: str, patient: bool = False) -> None:
-    """Nobody keeps this rank's pulse."""

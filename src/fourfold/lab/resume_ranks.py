@@ -36,7 +36,7 @@ from fourfold.record.writer import JsonLines, write_text
 from fourfold.spec.errors import DataError
 from fourfold.train.loop import train, warm_up
 from fourfold.train.saving import load_state
-from fourfold.train.setup import Training, open_training
+from fourfold.train.setup import Training, no_beat, open_training
 from fourfold.train.state import tensors_of
 from fourfold.train.step import accumulate, agree_totals, clip, update
 from fourfold.train.streams import restore_streams
@@ -53,7 +53,7 @@ def right(plan: RunPlan, run: Path) -> dict[int, str]:
     What it tells goes to the run's log.txt only. Collectives: those of `train`.
     """
     with redirect_stderr(StringIO()):
-        train(plan, joined_here(), RunDir(run), StopRequest(), _unwatched)
+        train(plan, joined_here(), RunDir(run), StopRequest(), no_beat)
     return dict(DRAWN_FROM)
 
 
@@ -220,7 +220,3 @@ def _facts(manifest: Manifest) -> SaveFacts:
 def _state(good: Path) -> dict[str, object]:
     state: dict[str, object] = json.loads((good / STATE).read_bytes())
     return state
-
-
-def _unwatched(step: int, phase: str, patient: bool = False) -> None:
-    """Nobody keeps this rank's pulse."""

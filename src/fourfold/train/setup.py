@@ -38,7 +38,7 @@ class Beat(Protocol):
     def __call__(self, step: int, phase: str, patient: bool = False) -> None: ...
 
 
-def _no_beat(step: int, phase: str, patient: bool = False) -> None:
+def no_beat(step: int, phase: str, patient: bool = False) -> None:
     """Nobody watches: no pulse is kept."""
 
 
@@ -65,7 +65,7 @@ class Training:
     schedule: BatchSchedule
     loader: Loader
     census: dict[str, str]
-    beat: Beat = field(default=_no_beat)
+    beat: Beat = field(default=no_beat)
     between: Callable[[], None] = field(default=_nobody)
 
     @property
@@ -111,7 +111,7 @@ def open_training(
     joined: Joined,
     *,
     sources: Sources | None = None,
-    beat: Beat = _no_beat,
+    beat: Beat = no_beat,
     scratch: Path | None = None,
 ) -> Iterator[Training]:
     """Open the data, build the model, spread it, build the optimizer over what is trained; close the loader at the end.
