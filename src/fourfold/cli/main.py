@@ -105,9 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _outcome(tokens, debug)
         sys.stdout.flush()
-    except (
-        OSError
-    ) as error:  # of stdout itself; keep the interpreter from complaining about it again at its end
+    except OSError as error:
+        # Of stdout itself; keep the interpreter from complaining about it again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # the reader has gone (`| head`)
             return EXIT_PIPE_CLOSED

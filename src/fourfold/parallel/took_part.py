@@ -36,10 +36,8 @@ class TookPart:
     def _watch(self, module: nn.Module, _args: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        for (
-            key,
-            parameter,
-        ) in module._parameters.items():  # in every forward: named_parameters takes far longer
+        # In every forward: named_parameters takes far longer.
+        for key, parameter in module._parameters.items():
             name = self._names.get((id(module), key))
             if name is None or parameter is None or not parameter.requires_grad:
                 continue  # none that is trained; `Sharded` refuses one that was frozen since
