@@ -28,6 +28,7 @@ from fourfold.record.reader import RunReader
 from fourfold.record.run_dir import RunDir, claim_next
 from fourfold.spec.load import load_spec
 from fourfold.spec.ready import ready_text
+from fourfold.train.precision import lacking
 from fourfold.train.start import open_run
 from fourfold.verify.equal import verify_equal
 from fourfold.verify.out import open_folder
@@ -94,8 +95,11 @@ def lab_device(
 
 def why_not(device: str) -> str | None:
     """Why nothing can be checked; None where it can."""
-    if device == "cpu" or torch.cuda.is_available():
+    if device == "cpu":
         return None
+    if torch.cuda.is_available():
+        missing = lacking("bf16", torch.device("cuda", 0))  # TF32 takes the same devices
+        return missing and f"{missing}: not every precision that is checked is there"
     built = f"torch {torch.__version__}"
     if torch.version.cuda is None:
         return f"{built} is built without CUDA"
@@ -134,13 +138,13 @@ def _memory(check: _Check) -> dict[str, Any]:
         fact(
             "memory: the device holds the state that was predicted, in each category at each instant",
             f"{len(gaps)} byte counts, each within {TOLERANCE:.0%} of its prediction",
-            f"all within {gap:.2%}" + (f"; worst: {where}" if gap else ""),
+            f"the widest gap is {gap:.2%}" + (f": {where}" if gap else ""),
             gap <= TOLERANCE,
             command=check.command,
         )
     )
     end = sum(held.at["after the step"].values())
-    check.say(f"memory: {end:,} bytes of state after the step, as predicted within {gap:.2%}")
+    check.say(f"memory: {end:,} bytes of state after the step, {gap:.2%} at most from the prediction")
     return {"state_bytes": end, "activation_bytes": held.activations, "peak_allocated_bytes": peak}
 
 
