@@ -86,6 +86,23 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
     plan = json.loads(done.stdout)
     assert plan["schema"] == "fourfold.plan/1"
     assert plan["spec"]["batch"] == {"global_batch": 8, "micro_batch": 2, "accumulation": 1}
+    assert plan["rehearsal"]["state"] == plan["rank_bytes"]
+    assert [each["kind"] for each in plan["rehearsal"]["traffic"]] == ["all-reduce"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_of_ones_own_model_builds_it_and_leaves_stdout_to_the_plan(tmp_path):
+    sets = ("--set", "model.kind=import", "--set", "model.target=tests.train.rehearsal_jobs:printing")
+    root = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])}
+    asked = [*FOURFOLD, "train", "tiny", "--nproc", "4", "--set", "batch.global_batch=8", *sets, "--dry-run"]
+    told = {"cwd": tmp_path, "env": os.environ | root, "capture_output": True, "text": True, "check": False}
+    done = subprocess.run([*asked, "--json"], **told)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["parameters"] == 256 * 8
+    assert "hello from the model" in done.stderr
+    done = subprocess.run([*asked, "--set", "layout.tp=2", "--set", "layout.dp_replicate=2"], **told)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "found: a model whose sharding table cuts nothing" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

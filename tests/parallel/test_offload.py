@@ -9,13 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from fourfold.parallel.offload import MappedMoments, home, offload_policy
+from fourfold.parallel.offload import MappedMoments, home, mapped, offload_policy
 from fourfold.spec.errors import EXIT_UNREADABLE, DataError
 from fourfold.spec.training import LayoutSpec
 from tests.forbidden import forbidden
@@ -24,7 +25,7 @@ HELD = {"w": torch.ones(5, 3), "b": torch.ones(7, dtype=torch.float64), "e": tor
 
 
 def test_moments_are_zeros_of_their_own(tmp_path):
-    room = MappedMoments(HELD, tmp_path / "new", 0)
+    room = MappedMoments(HELD, partial(mapped, tmp_path / "new", 0))
     slots = {(name, slot): t for name in HELD for slot, t in room.slots(name).items()}
     for (name, _), tensor in slots.items():
         assert (tensor.shape, tensor.dtype) == (HELD[name].shape, HELD[name].dtype)
@@ -40,15 +41,15 @@ def test_moments_are_zeros_of_their_own(tmp_path):
 
 
 def test_the_file_has_no_name_once_it_is_mapped(tmp_path):
-    room = MappedMoments(HELD, tmp_path, 3)
+    room = MappedMoments(HELD, partial(mapped, tmp_path, 3))
     assert list(tmp_path.iterdir()) == []
     assert room.room.untyped_storage().filename is not None
-    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "moments-rank3" in line]
-    assert len(mapped) == 1 and mapped[0].endswith("(deleted)")
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "moments-rank3" in line]
+    assert len(lines) == 1 and lines[0].endswith("(deleted)")
 
 
 def test_nothing_to_update_takes_no_room_worth_naming(tmp_path):
-    assert MappedMoments({}, tmp_path, 0).room.nbytes == 64
+    assert MappedMoments({}, partial(mapped, tmp_path, 0)).room.nbytes == 64
 
 
 def test_what_a_killed_run_left_goes_and_what_is_in_use_stays(tmp_path):
@@ -58,15 +59,16 @@ def test_what_a_killed_run_left_goes_and_what_is_in_use_stays(tmp_path):
         path.write_bytes(b"x")
     with used.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        MappedMoments(HELD, tmp_path, 0)
+        MappedMoments(HELD, partial(mapped, tmp_path, 0))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])
 
 
 def test_a_process_that_is_killed_leaves_nothing(tmp_path):
     code = (
-        "import os, signal, sys, torch; from pathlib import Path;"
-        "from fourfold.parallel.offload import MappedMoments;"
-        "m = MappedMoments({'w': torch.ones(9)}, Path(sys.argv[1]), 0); m.slots('w')['exp_avg'].fill_(1.0);"
+        "import os, signal, sys, torch; from functools import partial; from pathlib import Path;"
+        "from fourfold.parallel.offload import MappedMoments, mapped;"
+        "m = MappedMoments({'w': torch.ones(9)}, partial(mapped, Path(sys.argv[1]), 0));"
+        "m.slots('w')['exp_avg'].fill_(1.0);"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
@@ -85,7 +87,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 def refused(folder: Path) -> str:
     with pytest.raises(DataError) as caught:
-        MappedMoments({"w": torch.zeros(2**20)}, folder, 0)
+        MappedMoments({"w": torch.zeros(2**20)}, partial(mapped, folder, 0))
     (problem,) = caught.value.problems
     assert caught.value.exit_code == EXIT_UNREADABLE
     assert problem.asked == f'layout.offload = "disk": 8.0 MiB for the moments in {folder}'
@@ -108,7 +110,7 @@ def test_a_full_disk_is_told_before_anything_is_trained(tmp_path):
     try:
         assert "No space left on device" in refused(tmp_path)
         assert list(tmp_path.iterdir()) == []
-        MappedMoments({"w": torch.zeros(2**18)}, tmp_path, 0)
+        MappedMoments({"w": torch.zeros(2**18)}, partial(mapped, tmp_path, 0))
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 

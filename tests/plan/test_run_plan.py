@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fourfold.plan.rehearsal import sent_bytes
 from fourfold.plan.run_plan import (
     RunPlan,
-    all_reduce_sent_bytes,
     make_run_plan,
     state_bytes,
 )
@@ -142,7 +142,7 @@ def test_state_bytes_of_nothing() -> None:
 @settings(deadline=None)
 @given(st.integers(0, 10**12), st.integers(1, 4096))
 def test_all_reduce(payload: int, ranks: int) -> None:
-    sent = all_reduce_sent_bytes(payload, ranks)
+    sent = sent_bytes("all-reduce", payload, ranks)
     assert 0 <= sent * ranks - 2 * (ranks - 1) * payload < ranks
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.distributed import HashStore
 
 from fourfold.lab.resume_disk import bits_of, interrupted, saved
 from fourfold.launch.rank import Joined, Rank
-from fourfold.parallel.offload import MappedMoments
+from fourfold.parallel.offload import MappedMoments, mapped
 from fourfold.plan.state_bytes import INSTANTS, rank_bytes
 from fourfold.record.run_dir import RunDir
 from fourfold.spec.training import OptimizerSpec
@@ -57,7 +58,8 @@ def test_a_run_with_moments_on_disk_is_the_same_run(ranks, tmp_path, zero):
 def test_a_parameter_that_was_never_updated_has_no_moments_on_disk_either(tmp_path):
     used, unused = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
     parameters = {"used": used, "unused": unused}
-    optimizer = Optimizer(parameters, OptimizerSpec(), lambda held: MappedMoments(held, tmp_path, 0))
+    reserve = partial(mapped, tmp_path, 0)
+    optimizer = Optimizer(parameters, OptimizerSpec(), lambda held: MappedMoments(held, reserve))
     used.grad = torch.ones(2, 2)
     optimizer.step(parameters, 0.1)
     assert set(optimizer.state_of("used")) == {"step", "exp_avg", "exp_avg_sq"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from shlex import join
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,8 @@ def smoke_run(
     in_full = join(["fourfold", "train", spec, "--nproc", str(nproc), *settings])
     command = f"{in_full} --smoke"
     _check_alone(command, resume, max_restarts, rank)
-    with StopRequest() as stop:  # from before torch is imported, which takes a while
+    # from before torch is imported, which takes a while; what starts nothing just ends at a signal
+    with nullcontext(StopRequest()) if dry_run else StopRequest() as stop:
         from fourfold.lab.smoke import Stopped, smoke, smoke_spec
 
         loaded, changes = smoke_spec(load_spec(spec, sets, nproc))
@@ -45,6 +47,9 @@ def smoke_run(
         for change in changes:
             story(f"for the smoke test: {change}")
         if dry_run:
+            from fourfold.train.rehearsal import foreseen
+
+            plan = foreseen(plan)
             if json:
                 print_document(plan.model_dump(mode="json"))
             else:

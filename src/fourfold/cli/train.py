@@ -63,7 +63,8 @@ def train(
         Try the Spec first: three steps in a run directory of its own, a save, a resume held bit for bit against the
         undisturbed step, and the ledger of its samples. Exit 3 if one does not hold.
     dry_run
-        Print the plan and stop; nothing is started or written.
+        Print the plan and stop; no rank is started, nothing is written. One step of rank 0 is rehearsed without
+        values, for any number of ranks: what it holds, and which collectives it asks for.
     json
         Print one JSON document on stdout.
     """
@@ -92,10 +93,16 @@ def train(
         plan = plan.model_copy(update={"notes": (*plan.notes, note)})
     if rank is None or rank.rank == 0:
         story(folded(changed(loaded.spec, plan.spec, loaded.provenance, world)))
+    if dry_run and rank is not None and rank.rank > 0:
+        return 0
     if dry_run:
         going_on = resumed(plan, resume)
         _say_from_where(going_on)
         plan = plan if going_on is None else going_on.plan
+        if going_on is None or not going_on.finished:
+            from fourfold.train.rehearsal import foreseen  # it imports torch
+
+            plan = foreseen(plan)
         if json:
             print_document(plan.model_dump(mode="json"))
         else:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fourfold.collectives.rehearsed import with_values
+
 
 @dataclass(slots=True)
 class PendingSum:
@@ -25,10 +27,11 @@ class PendingSum:
 
 def start_sum(values: Sequence[int]) -> PendingSum:
     """Begin summing integers over the world (one asynchronous all-reduce of int64 on the CPU)."""
-    tensor = torch.tensor(values, dtype=torch.int64)
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return PendingSum(tensor, None)
-    return PendingSum(tensor, dist.all_reduce(tensor, async_op=True))
+    with with_values():
+        tensor = torch.tensor(values, dtype=torch.int64)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return PendingSum(tensor, None)
+        return PendingSum(tensor, dist.all_reduce(tensor, async_op=True))
 
 
 def sum_floats(values: torch.Tensor) -> torch.Tensor:

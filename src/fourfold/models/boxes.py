@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from fourfold.collectives.rehearsed import with_values
 from fourfold.spec.boxes import Box
 
 
@@ -19,7 +20,8 @@ def box_of(tensor: DTensor) -> Box:
 
 def box_in(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Box:
     """The same of a tensor of `shape` with one placement for each dim of `mesh`."""
-    size, offset = compute_local_shape_and_global_offset([*shape], mesh, placements)
+    with with_values():  # torch looks its numbers up in tensors
+        size, offset = compute_local_shape_and_global_offset([*shape], mesh, placements)
     return Box(tuple(offset), tuple(size))
 
 

@@ -15,10 +15,11 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from fourfold.models.protocol import Heads, LossModule, Rule
 from fourfold.parallel.clip import GradientNorm
-from fourfold.parallel.data_parallel import Alone, Replicas
+from fourfold.parallel.data_parallel import Alone, Replicas, moved
 from fourfold.parallel.every_block import EveryBlock
 from fourfold.parallel.mesh import sub_mesh
 from fourfold.parallel.offload import home
+from fourfold.parallel.rehearsed_replicas import replicas
 from fourfold.parallel.sharded import Sharded, replaced
 from fourfold.parallel.tensor_parallel import sum_partial, tensor_parallel
 from fourfold.parallel.trail import Trail
@@ -126,10 +127,9 @@ def parallelize(
         if layout.wrap != "model":
             EveryBlock(reduction.module, blocks)
     elif grid.dp_replicate > 1:
-        reduction = Replicas(module.to(device), layout, device, precision)
+        reduction = replicas(moved(module, device), layout, device, precision)
     else:
-        on_meta = any(parameter.is_meta for parameter in module.parameters())
-        reduction = Alone(module if on_meta else module.to(device), layout.unused_parameters)
+        reduction = Alone(moved(module, device), layout.unused_parameters)
     counts = all(place[axis] == 0 for axis in ("pp", "cp", "tp"))
     return Parallel(
         reduction.module,

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 
 from fourfold.parallel.apply import Parallel
-from fourfold.parallel.clip import local
+from fourfold.parallel.data_parallel import Replicas
 from fourfold.parallel.sharded import Sharded
 from fourfold.plan.state_bytes import CATEGORIES, Category
 
@@ -28,12 +28,13 @@ def held(parallel: Parallel, moments: Iterable[Tensor]) -> Mapping[Category, int
     found = dict.fromkeys(CATEGORIES, 0)
     seen: set[int] = set()
     for category, tensor in _state(parallel, moments):
-        storage = local(tensor).untyped_storage()
+        # No operation on it: one without values would seem to fill a storage that was emptied.
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
         if storage._cdata not in seen:
             seen.add(storage._cdata)
             found["on disk" if storage.filename is not None else category] += storage.nbytes()
-    if isinstance(parallel.module, DistributedDataParallel):
-        found["buffers"] += _empty_buckets(parallel.module)
+    if isinstance(parallel.reduction, Replicas):
+        found["buffers"] += parallel.reduction.empty_bucket_bytes()
     return found
 
 
@@ -77,16 +78,3 @@ def _of_group(group: FSDPParamGroup) -> Found:
         yield "buffers", gathering.all_gather_result.all_gather_output
     for state in shared.get("reduce_scatter_states", ()):
         yield "buffers", state.reduce_scatter_input
-
-
-def _empty_buckets(wrapped: DistributedDataParallel) -> int:
-    """Bytes of DDP's buckets, which stay all the time, but for those that gradients are views of just now."""
-    told = wrapped._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    sizes = told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes") or ""
-    total = sum(int(size) for size in str(sizes).split(",") if size.strip())
-    views = {
-        p.grad.untyped_storage()._cdata: p.grad.untyped_storage().nbytes()
-        for p in wrapped.parameters()
-        if p.grad is not None and p.grad._is_view()
-    }
-    return total - sum(views.values())

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from fourfold.models.protocol import LossModule
 from fourfold.parallel.narrow import narrow_all_reduce
 from fourfold.parallel.sharded import replaced
 from fourfold.parallel.took_part import unused
@@ -65,7 +66,7 @@ class Replicas:
         if layout.unused_parameters:
             # It was asked for because some steps leave parameters out; torch warns at the first that does not.
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-        self.module = DistributedDataParallel(
+        self._wrapped = DistributedDataParallel(
             module,
             device_ids=[device.index] if device.type == "cuda" else None,
             bucket_cap_mb=layout.bucket_mib,
@@ -73,7 +74,12 @@ class Replicas:
             gradient_as_bucket_view=True,
         )
         if precision.reduce == "bf16":
-            self.module.register_comm_hook(dist.group.WORLD, narrow_all_reduce)
+            self._wrapped.register_comm_hook(dist.group.WORLD, narrow_all_reduce)
+
+    @property
+    def module(self) -> nn.Module:
+        """Called like the bare loss module."""
+        return self._wrapped
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward: gradients are reduced in the last one only.
@@ -87,14 +93,34 @@ class Replicas:
         ]
         if strangers:
             raise CheckFailed(replaced(strangers))
-        return nullcontext() if last else self.module.no_sync()
+        return nullcontext() if last else self._wrapped.no_sync()
 
     def finish(self) -> None:
         """Every gradient was reduced, or CheckFailed."""
-        check_reduced(self.module)
+        check_reduced(self._wrapped)
 
     def rest(self) -> None:
         """Nothing was gathered."""
+
+    def empty_bucket_bytes(self) -> int:
+        """Bytes of the buckets, which stay all the time, but for those that gradients are views of just now."""
+        told = self._wrapped._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        sizes = told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes") or ""
+        total = sum(int(size) for size in str(sizes).split(",") if size.strip())
+        views = {
+            p.grad.untyped_storage()._cdata: p.grad.untyped_storage().nbytes()
+            for p in self._wrapped.parameters()
+            if p.grad is not None and p.grad._is_view()
+        }
+        return total - sum(views.values())
+
+
+def moved(module: LossModule, device: torch.device) -> LossModule:
+    """`module` with its parameters and buffers on `device`; on the meta device, or there already, as it is."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(tensor.is_meta for tensor in tensors) or all(tensor.device == device for tensor in tensors):
+        return module
+    return module.to(device)
 
 
 def mixes_rows(module: nn.Module) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,24 +36,17 @@ def home(layout: LayoutSpec, device: torch.device) -> torch.device:
 
 
 class MappedMoments:
-    """Room on disk for the moments of what one rank holds, as tensors on the CPU that lie in a file.
+    """Room for the moments of what one rank holds, as tensors on the CPU that lie in one file."""
 
-    All of it is reserved at once: a disk that has too little room says so here, not in mid-run. The file has no name
-    any more as soon as it is mapped: the system takes it back when the process ends, however it ends.
-    """
-
-    def __init__(self, held: Mapping[str, Tensor], folder: Path, rank: int) -> None:
-        """held: what is updated, by name. folder: made if its parent is there; what a killed run left goes.
-
-        Raises DataError where the folder or the room is not to be had.
-        """
+    def __init__(self, held: Mapping[str, Tensor], reserve: Callable[[int], Tensor]) -> None:
+        """held: what is updated, by name. reserve: gives so many bytes, as `mapped` does; all are asked for at once."""
         self._places: dict[tuple[str, str], tuple[int, Tensor]] = {}
         end = 0
         for name, tensor in held.items():
             for slot in SLOTS:
                 self._places[name, slot] = end, tensor
                 end += -(-tensor.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
-        self.room = _mapped(folder, rank, max(end, ALIGNED_BYTES))  # an empty file cannot be mapped
+        self.room = reserve(max(end, ALIGNED_BYTES))  # an empty file cannot be mapped
 
     def slots(self, name: str) -> dict[str, Tensor]:
         """The moments of one tensor, as they are: zeros where they were never written."""
@@ -65,7 +58,13 @@ class MappedMoments:
         return part.view(like.dtype).view(like.shape)
 
 
-def _mapped(folder: Path, rank: int, size: int) -> Tensor:
+def mapped(folder: Path, rank: int, size: int) -> Tensor:
+    """`size` bytes of a new file in `folder`, which is made if its parent is there; what a killed run left there goes.
+
+    All of it is reserved at once: a disk that has too little room says so here, not in mid-run. The file has no name
+    any more as soon as it is mapped: the system takes it back when the process ends, however it ends.
+    Raises DataError where the folder or the room is not to be had.
+    """
     path = folder / f"{_PREFIX}{rank}-{os.getpid()}"
     try:
         if not folder.is_dir():

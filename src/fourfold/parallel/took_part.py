@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fourfold.collectives.rehearsed import with_values
 from fourfold.spec.errors import CheckFailed, Problem
 
 
@@ -60,11 +61,13 @@ class TookPart:
         names = self._trained
         idle = [name for name in names if name not in self._used]
         if may_be_unused:
-            mask = torch.tensor([name in self._used for name in names], dtype=torch.uint8)
-            dist.all_reduce(mask, op=dist.ReduceOp.MAX)
+            with with_values():
+                mask = torch.tensor([name in self._used for name in names], dtype=torch.uint8)
+                dist.all_reduce(mask, op=dist.ReduceOp.MAX)
+                used = mask.tolist()
             parameters = dict(module.named_parameters())
-            for name, used in zip(names, mask.tolist(), strict=True):
-                if not used:
+            for name, took_part in zip(names, used, strict=True):
+                if not took_part:
                     parameters[name].grad = None
         self._used.clear()
         if idle and not may_be_unused:

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field
 
 from fourfold.plan.notes import notes_on
 from fourfold.plan.parameters import CORRECTION, parameter_terms
+from fourfold.plan.rehearsal import Rehearsal, sent_bytes
 from fourfold.plan.state_bytes import INSTANTS, MOMENTS, Category, Instant, element_bytes, rank_bytes
 from fourfold.spec.grid import Grid
 from fourfold.spec.load import LoadedSpec
@@ -21,6 +22,9 @@ from fourfold.spec.spec import Spec
 from fourfold.spec.training import LayoutSpec, PrecisionSpec
 from fourfold.spec.value import Value
 from fourfold.spec.words import counted
+
+_OTHERS = "what torch, its allocator and the loader take for themselves"
+_TIME = "time of a step"
 
 
 class StateBytes(Value):
@@ -54,6 +58,7 @@ class RunPlan(Value):
     gradient_bytes_per_step: int | None  # sent by each rank in one step's all-reduce of gradients
     not_predicted: tuple[str, ...]
     notes: tuple[str, ...]
+    rehearsal: Rehearsal | None = None  # one step, as it was rehearsed; only where that was asked for
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -75,7 +80,7 @@ def make_run_plan(
     sent = None
     if state is not None and not _cut_by(spec.layout):
         payload = state.gradients // (2 if spec.precision.reduce == "bf16" else 1)
-        sent = all_reduce_sent_bytes(payload, Grid.of(spec.layout).degree("dp"))
+        sent = sent_bytes("all-reduce", payload, Grid.of(spec.layout).degree("dp"))
     sequence: int | None = getattr(spec.data, "sequence", None)
     return RunPlan(
         spec=spec,
@@ -93,6 +98,18 @@ def make_run_plan(
         gradient_bytes_per_step=sent,
         not_predicted=_not_predicted(spec),
         notes=(*loaded.notes, *notes_on(spec, nproc)),
+    )
+
+
+def with_rehearsal(plan: RunPlan, rehearsal: Rehearsal) -> RunPlan:
+    """The plan with what its step was seen to hold and to send: of a model that was unknown, its sizes too."""
+    return plan.model_copy(
+        update={
+            "rehearsal": rehearsal,
+            "parameters": rehearsal.parameters,
+            "rank_bytes": rehearsal.state,
+            "not_predicted": (_OTHERS, "workspaces inside kernels", _TIME),
+        }
     )
 
 
@@ -114,15 +131,6 @@ def state_bytes(terms: Mapping[str, int], precision: PrecisionSpec) -> StateByte
     )
 
 
-def all_reduce_sent_bytes(payload_bytes: int, ranks: int) -> int:
-    """Bytes each rank sends in one all-reduce of `payload_bytes` over `ranks`: 2 (n - 1) / n of them, rounded up.
-
-    Source: Patarasuk & Yuan, J. Parallel Distrib. Comput. 69 (2009), theorem 1: no all-reduce sends less, and a
-    ring sends just this.
-    """
-    return -(-2 * (ranks - 1) * payload_bytes // ranks)
-
-
 def _cut_by(layout: LayoutSpec) -> list[str]:
     """The settings of a settled layout that cut the model or its state, so that no rank holds a whole copy."""
     cutting = [axis for axis in ("pp", "cp", "tp", "ep", "dp_shard") if getattr(layout, axis) != 1]
@@ -134,8 +142,8 @@ def _not_predicted(spec: Spec) -> tuple[str, ...]:
         "activations kept from forward to backward",
         "logits and the loss's workspace",
         "gathered units, gradient buckets and other buffers inside a step",
-        "what torch, its allocator and the loader take for themselves",
-        "time of a step",
+        _OTHERS,
+        _TIME,
     ]
     if spec.model.kind == "import":
         missing.append("parameters, state and traffic of an imported model: known once it is built")
@@ -172,7 +180,9 @@ def _lines(plan: RunPlan) -> list[str]:
         rows.append(("state", f"{_size(state.total)} {held}: {text}"))
     if plan.rank_bytes is not None:
         rows.append(("a rank", "; ".join(_held(plan.rank_bytes))))
-    if plan.gradient_bytes_per_step is not None:
+    if plan.rehearsal is not None:
+        rows += _seen(plan.rehearsal)
+    elif plan.gradient_bytes_per_step is not None:
         sent = _size(plan.gradient_bytes_per_step)
         rows.append(("traffic", f"{sent} sent by each rank per step: all-reduce of gradients"))
     rows.append(("validate", _when_validated(plan.spec)))
@@ -196,6 +206,24 @@ def _held(by_instant: Mapping[Instant, Mapping[Category, int]]) -> list[str]:
     return [*told, f"{_size(disk)} on disk"] if disk else told
 
 
+def _seen(rehearsal: Rehearsal) -> list[tuple[str, str]]:
+    """A rehearsed step: the most it holds, of what, and what it sends."""
+    parts = [
+        f"{name} {_size(count)}"
+        for name, count in rehearsal.peak_state.items()
+        if count and name != "on disk"
+    ]
+    most = (
+        f"at most {_size(rehearsal.peak_bytes)}, in {rehearsal.peak_phase}: {', '.join(parts)}, beside them "
+    )
+    most += f"{_size(rehearsal.peak_beside_bytes)} (a microbatch keeps {_size(rehearsal.activations_bytes)})"
+    sent = [
+        f"{_size(each.sent_bytes)} sent in {counted(each.count, each.kind)} over {each.over}, {each.ranks} ranks"
+        for each in rehearsal.traffic
+    ]
+    return [("rehearsed", most), ("traffic", "; ".join(sent) or "none")]
+
+
 def _when_validated(spec: Spec) -> str:
     if not (spec.data.validation_fraction or getattr(spec.data, "validation_path", None)):
         return "never: no data are kept for it"
@@ -205,5 +233,7 @@ def _when_validated(spec: Spec) -> str:
 
 
 def _size(count: int) -> str:
-    """Bytes, for people: GiB from 1 GiB up, else MiB."""
+    """Bytes, for people: GiB from 1 GiB up, MiB from a hundredth of one up."""
+    if count < 2**20 / 100:
+        return f"{count:,} B"
     return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.2f} MiB"

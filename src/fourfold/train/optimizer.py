@@ -41,7 +41,7 @@ class Optimizer:
         room: makes room on disk for the moments of what is held, by name; None: they are in memory, where that is.
         """
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._lies = {name: local(p).data_ptr() for name, p in self._parameters.items()}
+        self._lies = {name: local(p).untyped_storage()._cdata for name, p in self._parameters.items()}
         self._held = {name: _held(p, room is not None) for name, p in self._parameters.items()}
         self._copied = [name for name, p in self._parameters.items() if p.device != self._held[name].device]
         self._mapped = room(self._held) if room is not None else None
@@ -124,7 +124,9 @@ class Optimizer:
         strangers = [
             name
             for name, p in self._parameters.items()
-            if parameters.get(name) is not p or local(p).data_ptr() != self._lies[name] or not p.requires_grad
+            if parameters.get(name) is not p
+            or local(p).untyped_storage()._cdata != self._lies[name]
+            or not p.requires_grad
         ]
         new = [name for name, p in parameters.items() if p.requires_grad and name not in self._parameters]
         if strangers or new:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fourfold.collectives.rehearsed import has_values
 from fourfold.collectives.sums import sum_floats
 from fourfold.spec.training import PrecisionSpec
 from fourfold.spec.value import Value
@@ -83,7 +84,8 @@ class LossScale:
             torch._amp_foreach_non_finite_check_and_unscale_(
                 list(gradients), found, torch.full_like(found, factor / self.value)
             )
-        self.skips = bool(sum_floats(found) > 0)
+        found = sum_floats(found)
+        self.skips = has_values(found) and bool(found > 0)
 
     def settle(self) -> None:
         """After the step's update, or in its place: the next step's scale. `last` is then what became of this one."""

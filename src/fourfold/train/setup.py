@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Protocol
@@ -23,7 +24,7 @@ from fourfold.models.registry import kit_for
 from fourfold.parallel.apply import Parallel, is_cut, is_sharded, parallelize
 from fourfold.parallel.initial import fill_boxes
 from fourfold.parallel.narrow import loss_module
-from fourfold.parallel.offload import MappedMoments, home
+from fourfold.parallel.offload import MappedMoments, home, mapped
 from fourfold.spec.spec import Spec
 from fourfold.train.census import check_boxes, check_parameters, check_request
 from fourfold.train.optimizer import Optimizer
@@ -102,7 +103,7 @@ def _room_on_disk(
 ) -> Callable[[Mapping[str, Tensor]], MappedMoments]:
     asked = spec.layout.offload_dir
     folder = Path(os.path.expanduser(asked)) if asked is not None else scratch or Path(gettempdir())
-    return lambda held: MappedMoments(held, folder, joined.rank.rank)
+    return lambda held: MappedMoments(held, partial(mapped, folder, joined.rank.rank))
 
 
 @contextmanager
