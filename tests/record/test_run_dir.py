@@ -68,6 +68,15 @@ def test_what_is_given_back_is_as_it_was(tmp_path: Path) -> None:
     give_back(run)  # gone already
 
 
+def test_folders_made_around_what_is_given_back_go_too_unless_they_are_used(tmp_path: Path) -> None:
+    give_back(claim_filled(tmp_path / "a" / "b" / "new", lambda _: None))
+    assert list(tmp_path.iterdir()) == []
+    run = claim_filled(tmp_path / "a" / "b" / "new", lambda _: None)
+    claim(tmp_path / "a" / "other")
+    give_back(run)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["other"]
+
+
 def test_a_filled_directory_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     seen = []
 

@@ -119,7 +119,8 @@ def test_what_ranks_refuse_is_no_failed_check(spec_file, tmp_path):
     data = ('data.kind="synthetic"', 'data.task="regression"', "data.inputs=4", "data.outputs=1")
     spec = load_spec(str(spec_file), (*own, *data, "data.samples=64", "layout.tp=2")).spec
     with pytest.raises(SpecError) as refused:
-        verify_equal(spec, 2, out=tmp_path)
+        verify_equal(spec, 2, out=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [], "a refused check leaves no folder of its own"
     (problem,) = refused.value.problems
     assert problem.asked == "layout.tp = 2" and "cuts nothing" in problem.found
     assert "--set layout.tp=1" in problem.instead

@@ -114,7 +114,8 @@ def lab_coverage(*, out: Path | None = None, command: str = "fourfold lab covera
         "missing": entries[0]["missing"],
         "exercises": entries,
     }
-    path = write_findings(open_folder(out, "lab"), "lab-coverage", findings, SCHEMA, **facts)
+    with open_folder(out, "lab") as folder:
+        path = write_findings(folder, "lab-coverage", findings, SCHEMA, **facts)
     return document(SCHEMA, findings, **facts, findings_file=str(path))
 
 

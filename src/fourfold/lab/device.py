@@ -25,13 +25,13 @@ from fourfold.plan.run_plan import RunPlan, make_run_plan
 from fourfold.plan.state_bytes import rank_bytes
 from fourfold.record.finding import Finding, document, fact, not_tested, write_findings
 from fourfold.record.reader import RunReader
-from fourfold.record.run_dir import RunDir, claim_next
+from fourfold.record.run_dir import RunDir
 from fourfold.spec.load import load_spec
 from fourfold.spec.ready import ready_text
 from fourfold.train.precision import lacking
 from fourfold.train.start import open_run
 from fourfold.verify.equal import verify_equal
-from fourfold.verify.out import open_folder
+from fourfold.verify.out import open_folder, open_room
 
 SCHEMA = "fourfold.lab.device/1"
 STEPS = 30  # of a timed run
@@ -79,16 +79,15 @@ def lab_device(
     if (missing := why_not(device)) is not None:
         skipped = not_tested("training on a CUDA device", missing, "make gpu-check on a machine with one")
         return document(SCHEMA, [skipped], **facts) | {"verdict": "open"}
-    results = open_folder(out, "lab")
-    check = _Check(device, claim_next(results.path, "lab-device"), command, say)
-    folder = check.folder.path
-    check.take("training", _trained(check))
-    plan = check.plan("tiny")
-    equal = f"fourfold verify equal tiny --world 1 --adversarial --set hardware.device={device}"
-    check.take("fp64", verify_equal(plan.spec, 1, adverse=True, out=folder, command=equal))
-    check.take("precision", lab_precision(out=folder, device=device))
-    facts["memory"] = _memory(check)
-    facts["step"] = _times(check)
+    with open_folder(out, "lab") as results, open_room(results, "lab-device") as folder:
+        check = _Check(device, RunDir(folder), command, say)
+        check.take("training", _trained(check))
+        plan = check.plan("tiny")
+        equal = f"fourfold verify equal tiny --world 1 --adversarial --set hardware.device={device}"
+        check.take("fp64", verify_equal(plan.spec, 1, adverse=True, out=folder, command=equal))
+        check.take("precision", lab_precision(out=folder, device=device))
+        facts["memory"] = _memory(check)
+        facts["step"] = _times(check)
     path = write_findings(results, "lab-device", check.findings, SCHEMA, **facts)
     return document(SCHEMA, check.findings, **facts, folder=str(folder), findings_file=str(path))
 

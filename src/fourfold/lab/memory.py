@@ -95,17 +95,17 @@ def lab_memory(
         raise SpecError(_too_few(nproc))
     if not is_even(nproc):
         raise SpecError(_uneven(nproc))
-    folder = open_folder(out, "lab")
-    for note in notes_on(_spec(nproc, ()), nproc):
-        say(f"note: {note}")
     findings: list[Finding] = []
     entries: list[dict[str, Any]] = []
-    for layout, spec, held, new in _measured(nproc, setup):
-        predicted = [_predicted(spec, rank) for rank in range(nproc)]
-        findings.append(_as_predicted(layout, predicted, held, command))
-        entries.append({**_entry(layout, spec, predicted[0], held), "new_processes": new})
-        entries[-1]["verdict"] = findings[-1].verdict
-        say(f"{layout.name}: {'as predicted' if findings[-1].verdict == 'pass' else 'NOT as predicted'}")
+    with open_folder(out, "lab") as folder:
+        for note in notes_on(_spec(nproc, ()), nproc):
+            say(f"note: {note}")
+        for layout, spec, held, new in _measured(nproc, setup):
+            predicted = [_predicted(spec, rank) for rank in range(nproc)]
+            findings.append(_as_predicted(layout, predicted, held, command))
+            entries.append({**_entry(layout, spec, predicted[0], held), "new_processes": new})
+            entries[-1]["verdict"] = findings[-1].verdict
+            say(f"{layout.name}: {'as predicted' if findings[-1].verdict == 'pass' else 'NOT as predicted'}")
     findings += [*_shares(entries, command), _beyond(entries, findings)]
     if entries[-1]["name"] != "hsdp":
         why = f"{nproc} ranks have no two replicas of two shards"

@@ -19,8 +19,7 @@ from fourfold.lab.precision_exercise import FP16, UNSCALED, Lab
 from fourfold.plan.parameters import count_parameters
 from fourfold.record.finding import Finding, document, fact, not_tested, write_findings
 from fourfold.record.reader import RunReader
-from fourfold.record.run_dir import claim_next
-from fourfold.verify.out import open_folder
+from fourfold.verify.out import open_folder, open_room
 
 SCHEMA = "fourfold.lab.precision/1"
 LARGE = 2**18  # tokens of a step of a large run
@@ -99,9 +98,11 @@ def lab_precision(
     each line of the story. Returns the document fourfold.lab.precision/1: "pass" if every precision does what it is
     for, and every mistake fails and is caught.
     """
-    results = open_folder(out, "lab")
-    lab = Lab(claim_next(results.path, "lab-precision").path, setup, command, device)
-    with closing(lab):
+    with (
+        open_folder(out, "lab") as results,
+        open_room(results, "lab-precision") as folder,
+        closing(Lab(folder, setup, command, device)) as lab,
+    ):
         runs = {name: _seen(lab, name, say) for name in RUNS}
         _gradients(lab, runs)
         shown = []

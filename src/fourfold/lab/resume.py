@@ -19,11 +19,11 @@ from fourfold.lab.resume_disk import bits_of, saved
 from fourfold.lab.resume_exercise import EARLIER, SAVED, STEPS, WORLD, Lab, Shown, in_ranks
 from fourfold.plan.run_plan import make_run_plan
 from fourfold.record.finding import document, write_findings
-from fourfold.record.run_dir import claim, claim_next
+from fourfold.record.run_dir import claim
 from fourfold.record.writer import write_json, write_request
 from fourfold.spec.errors import RankFailed
 from fourfold.spec.load import load_spec
-from fourfold.verify.out import open_folder
+from fourfold.verify.out import open_folder, open_room
 
 SCHEMA = "fourfold.lab.resume/1"
 SETTINGS = (
@@ -55,19 +55,12 @@ def lab_resume(
     fourfold.lab.resume/1: "pass" if the right way is the same run to the last bit, and every mistake makes another run
     and is caught.
     """
-    results = open_folder(out, "lab")
-    folder = claim_next(results.path, "lab-resume").path
-    loaded = load_spec("tiny", SETTINGS)
-    plan = make_run_plan(loaded, WORLD, tuple(command.split()))
-    run = claim(folder / "undisturbed")
-    write_request(run, plan.spec, plan.provenance, loaded.text)
-    write_json(run.plan_json, plan)
-    say(f"the undisturbed run: {STEPS} steps on {WORLD} ranks")
-    lab = Lab(plan, folder, run, in_ranks(setup, resume_ranks.right, plan, run.path), setup, command)
-    shown: list[Shown] = []
-    for exercise in EXERCISES:
-        shown.append(exercise(lab))
-        say(f"{len(shown)}/{len(EXERCISES)}  {shown[-1].title}")
+    with open_folder(out, "lab") as results, open_room(results, "lab-resume") as folder:
+        lab = _begun(folder, setup, command, say)
+        shown: list[Shown] = []
+        for exercise in EXERCISES:
+            shown.append(exercise(lab))
+            say(f"{len(shown)}/{len(EXERCISES)}  {shown[-1].title}")
     findings = [finding for each in shown for finding in each.findings]
     facts: dict[str, Any] = {
         "world": WORLD,
@@ -78,6 +71,17 @@ def lab_resume(
     }
     path = write_findings(results, "lab-resume", findings, SCHEMA, **facts)
     return document(SCHEMA, findings, **facts, findings_file=str(path))
+
+
+def _begun(folder: Path, setup: str | None, command: str, say: Callable[[str], None]) -> Lab:
+    """The undisturbed run, from its first step to its last."""
+    loaded = load_spec("tiny", SETTINGS)
+    plan = make_run_plan(loaded, WORLD, tuple(command.split()))
+    run = claim(folder / "undisturbed")
+    write_request(run, plan.spec, plan.provenance, loaded.text)
+    write_json(run.plan_json, plan)
+    say(f"the undisturbed run: {STEPS} steps on {WORLD} ranks")
+    return Lab(plan, folder, run, in_ranks(setup, resume_ranks.right, plan, run.path), setup, command)
 
 
 def right_way(lab: Lab) -> Shown:

@@ -8,9 +8,10 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from shlex import quote
 
@@ -20,10 +21,14 @@ from fourfold.spec.errors import Problem, SpecError
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """The names in a run directory; makes nothing and reads nothing. stood: it was an empty folder when claimed."""
+    """The names in a run directory; makes nothing and reads nothing.
+
+    stood: it was an empty folder when claimed; around: the folders made to hold it, the innermost first.
+    """
 
     path: Path
     stood: bool = field(default=False, compare=False)
+    around: tuple[Path, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", Path(self.path))
@@ -118,7 +123,7 @@ def claim(path: Path | str) -> RunDir:
 
     SpecError names the next free name if the path exists already; DataError if it cannot be made.
     """
-    run = RunDir(Path(path))
+    run = RunDir(Path(path), around=absent(Path(path).parent))
     try:
         run.path.parent.mkdir(parents=True, exist_ok=True)
         run.path.mkdir()
@@ -141,7 +146,7 @@ def claim_filled(path: Path | str, fill: Callable[[RunDir], None], resumes: bool
     run = RunDir(Path(path))
     try:
         made = _beside(run)
-        run = RunDir(run.path, stood=os.path.lexists(run.path))
+        run = RunDir(run.path, stood=os.path.lexists(run.path), around=absent(run.path.parent))
         if run.stood and not is_empty(run.path):
             raise _used(run, resumes)
         made.mkdir(parents=True)
@@ -162,13 +167,29 @@ def claim_filled(path: Path | str, fill: Callable[[RunDir], None], resumes: bool
 
 
 def give_back(run: RunDir) -> None:
-    """Undo `claim_filled`: the name is as before, free or an empty folder. Where that cannot be, it stays used."""
+    """Undo `claim_filled`: the name is as before, free or an empty folder. Where that cannot be, it stays used.
+
+    What was made around it goes too, unless something else is in there by now.
+    """
     gone = _beside(run)
     with suppress(OSError):
         os.rename(run.path, gone)
         if run.stood:
             run.path.mkdir()
         shutil.rmtree(gone, ignore_errors=True)
+    remove_empty(run.around)
+
+
+def absent(folder: Path) -> tuple[Path, ...]:
+    """Of a folder and those around it, the ones that are not there; the innermost first."""
+    return tuple(takewhile(lambda path: not os.path.lexists(path), (folder, *folder.parents)))
+
+
+def remove_empty(folders: Sequence[Path]) -> None:
+    """Remove folders, given the innermost first, but for those with something in them."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _beside(run: RunDir) -> Path:

@@ -63,13 +63,11 @@ def verify_coverage(
     schedule = batch_schedule(settled, len(sources.train), data_parallel_degree(settled.layout))
     steps = epochs * schedule.steps_per_epoch
     steps = steps if max_steps is None else min(steps, max_steps)
-    folder = open_folder(out, settled.name)
     check = LedgerCheck(schedule, _other_degrees(settled, len(sources.train)), command)
-    try:
-        with RankPool(world, timeout_s=timeout_s, setup=setup) as pool:
-            deliveries: list[Delivery] = pool.run(deliver, settled, steps)
-    except RankFailed as failure:
-        check.nothing_came(steps, failure.problems[0].found)
+    with open_folder(out, settled.name) as folder:
+        deliveries = _delivered(settled, world, steps, setup, timeout_s)
+    if isinstance(deliveries, str):
+        check.nothing_came(steps, deliveries)
     else:
         every = [delivery.ledger for delivery in deliveries]
         check.count(every)
@@ -83,6 +81,17 @@ def verify_coverage(
             check.peers("validation samples", differing)
         check.validation(passes, samples)
     return check.document(folder, "coverage", settled, world)
+
+
+def _delivered(
+    spec: Spec, world: int, steps: int, setup: str | None, timeout_s: float
+) -> list[Delivery] | str:
+    """What each rank was given, or how the first of them failed."""
+    try:
+        with RankPool(world, timeout_s=timeout_s, setup=setup) as pool:
+            return pool.run(deliver, spec, steps)
+    except RankFailed as failure:
+        return failure.problems[0].found
 
 
 def run_coverage(path: Path, *, out: Path | None = None, command: str = "") -> dict[str, Any]:
@@ -125,8 +134,8 @@ def run_coverage(path: Path, *, out: Path | None = None, command: str = "") -> d
     else:
         check.fact("every rank left a record", counted(world, "rank"), told, len(records) == world)
         _judge(check, reader.dir, records, ledgers, last, grid)
-    folder = open_folder(path if out is None else out, spec.name)
-    return check.document(folder, "coverage-of-run", spec, world)
+    with open_folder(path if out is None else out, spec.name) as folder:
+        return check.document(folder, "coverage-of-run", spec, world)
 
 
 def _judge(

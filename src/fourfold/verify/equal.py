@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,15 +57,14 @@ def verify_equal(
     require(settled, "train")
     asked, changes = sharpened(settled)
     case, changes = prepared(asked, world, steps, adverse, changes)
-    folder = open_folder(out, asked.name)
     judge = Judge(command, list(changes))
-    ranks = Ranks(world, setup, timeout_s, case.spec.hardware.device)
-    say(f"one device: {steps} steps of {case.spec.batch.global_batch} samples in fp64")
-    try:
-        with tempfile.TemporaryDirectory(prefix="fourfold-reference-") as scratch:
-            case, deviation = _compare(case.at(Path(scratch)), ranks, judge, say)
-    finally:
-        ranks.close()
+    with (
+        open_folder(out, asked.name) as folder,
+        closing(Ranks(world, setup, timeout_s, case.spec.hardware.device)) as ranks,
+        tempfile.TemporaryDirectory(prefix="fourfold-reference-") as scratch,
+    ):
+        say(f"one device: {steps} steps of {case.spec.batch.global_batch} samples in fp64")
+        case, deviation = _compare(case.at(Path(scratch)), ranks, judge, say)
     judge.sharpness(case.spec, settled)
     facts: dict[str, Any] = {
         "spec": asked.name,
@@ -126,8 +126,7 @@ def _compare(
             if judge.failed:
                 return case, _search(own, ranks, judge, case.steps, PARAMETER_TOLERANCE_OWN_EPS)
     except RankFailed as failure:
-        refused = failure.refusal()
-        if refused is not None:
+        if (refused := failure.refusal()) is not None:
             raise refused from failure
         judge.rank_failed(failure)
     if not judge.failed:

@@ -86,12 +86,14 @@ def verify_every_layout(
     if not asked:
         raise SpecError([_none_legal(world), *(refused.problem for refused in found.refused)])
     case, adverse, changes = _case(small, world, steps, changes)
-    folder = open_folder(out, spec.name)
     shared = Judge(command, list(changes))
     say(
         f"one device: {steps} steps of {case.spec.batch.global_batch} samples in fp64, for {len(asked)} layouts"
     )
-    with tempfile.TemporaryDirectory(prefix="fourfold-reference-") as scratch:
+    with (
+        open_folder(out, spec.name) as folder,
+        tempfile.TemporaryDirectory(prefix="fourfold-reference-") as scratch,
+    ):
         case, reference = clipping(case.at(Path(scratch)).with_optimizer(eps=GATE_EPS), shared)
         run = _Run(case, reference, setup, timeout_s, shared, adverse, repeat)
         judged = list(_told(run.all(asked), len(asked), say))

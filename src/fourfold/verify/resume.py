@@ -19,7 +19,6 @@ from fourfold.launch.pool import RankPool
 from fourfold.plan.run_plan import RunPlan, make_run_plan
 from fourfold.record.finding import document, write_findings
 from fourfold.record.lock import locked
-from fourfold.record.run_dir import claim_next
 from fourfold.spec.errors import FourfoldError, RankFailed
 from fourfold.spec.load import LoadedSpec
 from fourfold.spec.rules import require
@@ -30,7 +29,7 @@ from fourfold.train.resume import reopen_run, resumed
 from fourfold.train.setup import batch_schedule
 from fourfold.train.start import open_run
 from fourfold.verify import resume_compare as compared
-from fourfold.verify.out import open_folder
+from fourfold.verify.out import open_folder, open_room
 from fourfold.verify.resume_compare import Deviation, Rules
 from fourfold.verify.resume_course import Interruption, Scenario, plan_course, shortened
 from fourfold.verify.resume_judge import Judge
@@ -168,12 +167,11 @@ def verify_resume(
     batch_schedule(settled, available, degree)  # too few samples are told of as they are
     course = plan_course(settled, available, validates)
     cut, changes = shortened(settled, course, available, validates)
-    folder = open_folder(out, cut.name)
-    scratch = claim_next(folder.path, "resume").path.absolute()
-    case = _Case(cut, course.samples, world, scratch, setup, timeout_s)
     rules = Rules(cut, batch_schedule(cut, course.samples, degree))
-    judge = Judge(command, folder.path.absolute())
-    trails, first = _runs(case, course.undisturbed, course.scenarios, rules, judge, say)
+    with open_folder(out, cut.name) as folder, open_room(folder, "resume") as scratch:
+        case = _Case(cut, course.samples, world, scratch.absolute(), setup, timeout_s)
+        judge = Judge(command, folder.path.absolute())
+        trails, first = _runs(case, course.undisturbed, course.scenarios, rules, judge, say)
     if not judge.failed:
         judge.sharpness(settled, course, trails)
     facts: dict[str, Any] = {
