@@ -11,7 +11,7 @@ from fourfold.record.lock import locked
 from fourfold.record.reader import RunReader
 from fourfold.record.run_dir import RunDir
 from fourfold.record.writer import JsonLines, write_request
-from fourfold.spec.errors import DataError, SpecError
+from fourfold.spec.errors import DataError, Problem, SpecError
 from fourfold.spec.settle import settle
 from fourfold.train.setup import batch_schedule
 from fourfold.verify.coverage import run_coverage, verify_coverage
@@ -105,6 +105,25 @@ def break_loader():
 
     def steps(*_args):
         raise RuntimeError("no such page")
+
+    Loader.steps = steps
+
+
+def test_what_a_rank_cannot_read_is_no_failed_check_and_leaves_nothing(small, tmp_path):
+    with pytest.raises(DataError) as refused:
+        verify_coverage(small(), 2, out=tmp_path / "out", setup="tests.verify.test_coverage:lose_a_file")
+    assert refused.value.problems == (LOST,)
+    assert list(tmp_path.iterdir()) == []
+
+
+LOST = Problem("read a shard", "no such file", "it was moved", "ls -l")
+
+
+def lose_a_file():
+    from fourfold.data.loader import Loader
+
+    def steps(*_args):
+        raise DataError(LOST)
 
     Loader.steps = steps
 

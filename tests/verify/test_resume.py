@@ -173,6 +173,19 @@ def test_a_model_that_fails_ends_the_check_with_its_error(tmp_path):
     assert any("a finite loss and gradient in step 3" in text for text in failed(document)), failed(document)
 
 
+def test_what_the_ranks_refuse_is_no_failed_check_and_leaves_nothing(tmp_path):
+    target = 'model.target="tests.verify.faults.kinds_models:Regression"'
+    spec = load_spec("tiny", [*OWN, target, "layout.tp=2"]).spec
+    tmp_path.joinpath("stood").mkdir()
+    for out, left in ((tmp_path / "new", ["stood"]), (tmp_path / "stood", ["stood"])):
+        with pytest.raises(SpecError) as refused:
+            verify_resume(spec, 2, out=out)
+        (problem,) = refused.value.problems
+        assert problem.asked == "layout.tp = 2" and "cuts nothing" in problem.found
+        assert "--set layout.tp=1" in problem.instead
+        assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == left
+
+
 def test_a_run_that_never_repeats_is_told_from_one_that_does_not_go_on(tmp_path):
     spec = load_spec("tiny", [*OWN, 'model.target="tests.verify.resume_models:Moody"']).spec
     document = verify_resume(spec, 1, out=tmp_path)

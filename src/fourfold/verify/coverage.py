@@ -52,7 +52,7 @@ def verify_coverage(
     spec: settled or not. max_steps: a shorter ledger, which proves less and says so. out: folder for the findings
     (default: the next free runs/verify-<name>-<n>). setup: "module:function" called in every rank first.
     command: to repeat it. Returns the document fourfold.verify.coverage/1; a rank that fails is a failed finding.
-    Raises SpecError or DataError for a request or data that cannot be trained on.
+    Raises SpecError or DataError for a request or data that cannot be trained on, in a rank too.
     """
     if epochs < 1 or (max_steps is not None and max_steps < 1):
         asked = f"--epochs {epochs}" if epochs < 1 else f"--max-steps {max_steps}"
@@ -86,11 +86,13 @@ def verify_coverage(
 def _delivered(
     spec: Spec, world: int, steps: int, setup: str | None, timeout_s: float
 ) -> list[Delivery] | str:
-    """What each rank was given, or how the first of them failed."""
+    """What each rank was given, or how the first of them failed. Raises what they refuse of the request."""
     try:
         with RankPool(world, timeout_s=timeout_s, setup=setup) as pool:
             return pool.run(deliver, spec, steps)
     except RankFailed as failure:
+        if (refused := failure.refusal()) is not None:
+            raise refused from failure
         return failure.problems[0].found
 
 

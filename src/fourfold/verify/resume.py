@@ -72,8 +72,11 @@ class _Case:
         spec = self.spec.model_copy(update={"run": run, "data": data})
         return make_run_plan(LoadedSpec(spec, {}, _REQUEST), self.world, ("fourfold", "verify", "resume"))
 
-    def run(self, scenario: Scenario) -> Trail:
-        """A run through all its lives; what goes otherwise than planned ends it, and is told in it."""
+    def run(self, scenario: Scenario, may_refuse: bool = False) -> Trail:
+        """A run through all its lives; what goes otherwise than planned ends it, and is told in it.
+
+        may_refuse: what its ranks refuse of the request is raised instead.
+        """
         plan = self.plan(scenario)
         trail = Trail(scenario, open_run(plan, _REQUEST))
         for interruption in (*scenario.interruptions, None):
@@ -85,7 +88,7 @@ class _Case:
             first = trail.continuations[-1].chosen if trail.continuations else 0
             before = count_events(trail.run, self.world)
             with locked(trail.run):
-                ended, trail.failure = self._live(going_on, interruption)
+                ended, trail.failure = self._live(going_on, interruption, may_refuse)
             trail.lives.append(read_life(trail.run, before, first))
             trail.ended.append(ended)
             if trail.failure:
@@ -104,13 +107,15 @@ class _Case:
         except RankFailed:
             return []
 
-    def _live(self, plan: RunPlan, interruption: Interruption | None) -> tuple[str, str]:
+    def _live(self, plan: RunPlan, interruption: Interruption | None, may_refuse: bool) -> tuple[str, str]:
         """One life, in fresh processes: how it ended, and what of it was not as planned."""
         planned = str(interruption) if interruption else f"finished after step {plan.steps}"
         try:
             with self._pool() as pool:
                 endings = set(pool.run(live, plan, self.samples, interruption))
         except RankFailed as failure:
+            if may_refuse and (refused := failure.refusal()) is not None:
+                raise refused from failure
             found = failure.problems[0].found
             # Not by the exit code: a rank that hung has the same.
             killed = f"rank {self.world - 1} was killed by {SIGKILL.name}" in found
@@ -157,7 +162,8 @@ def verify_resume(
     rank first (tests plant faults with it). timeout_s: of one life. command: to repeat it. say: takes each line of the
     story.
     Returns the document fourfold.verify.resume/1; a rank that fails otherwise than planned is a failed finding.
-    Raises SpecError or DataError for a request or data that cannot be trained on, or a folder that cannot be written.
+    Raises SpecError or DataError for a request or data that cannot be trained on, in a rank of the undisturbed run too,
+    or a folder that cannot be written.
     """
     settled = settle(spec, world)
     require(settled, "train")
@@ -201,7 +207,7 @@ def _runs(
     """All runs, judged; and the first deviation, looked at again."""
     steps = rules.spec.run.steps
     say(f"undisturbed: {counted(steps, 'step')} on {counted(case.world, 'rank')}")
-    right = case.run(undisturbed)
+    right = case.run(undisturbed, may_refuse=True)
     broken = judge.undisturbed(right, rules)
     if broken or right.failure:
         judge.first_deviation(broken[0] if broken else None, "")
