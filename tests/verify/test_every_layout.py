@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from fourfold.cli.main import main
-from fourfold.spec.errors import SpecError
+from fourfold.spec.errors import Problem, SpecError
 from fourfold.spec.layouts import layouts
 from fourfold.spec.load import load_spec
 from fourfold.spec.settle import settle
@@ -141,6 +141,44 @@ def test_requests_without_a_layout(small, tmp_path):
     with pytest.raises(SpecError, match="--steps 0"):
         verify_every_layout(small(), 2, steps=0, out=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("refuses", ["every", "cut"])
+def test_what_the_ranks_of_every_layout_refuse_is_no_failed_check(small, tmp_path, refuses):
+    def judged():
+        wanted = legal(small(), 2, "tp 2", "tp 2, sp")
+        setup = f"tests.verify.test_every_layout:refuse_{refuses}"
+        return verify_every_layout(small(), 2, steps=1, only=wanted, out=tmp_path / "out", setup=setup)
+
+    if refuses == "every":
+        with pytest.raises(SpecError) as refused:
+            judged()
+        assert refused.value.problems == (REFUSED,)
+        assert list(tmp_path.iterdir()) == []
+        return
+    plain, cut = judged()["layouts"]
+    assert (plain["verdict"], cut["verdict"]) == ("pass", "fail")
+    assert "no such device" in cut["failed"][0]["measured"] and cut["first_deviation"] is None
+
+
+REFUSED = Problem("a layout", "no such device", "each rank needs one", "another")
+
+
+def refuse_every(sequence=(False, True)):
+    from fourfold.train import setup
+
+    opened = setup.open_training
+
+    def refused(spec, *args, **more):
+        if spec.layout.sp in sequence:
+            raise SpecError(REFUSED)
+        return opened(spec, *args, **more)
+
+    setup.open_training = refused
+
+
+def refuse_cut():
+    refuse_every((True,))
 
 
 def test_a_layout_in_words_and_as_settings(small):

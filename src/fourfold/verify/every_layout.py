@@ -16,7 +16,7 @@ from typing import Any
 
 from fourfold.record.finding import document, fact, not_tested, verdict_of, write_findings
 from fourfold.spec.data import SyntheticDataSpec
-from fourfold.spec.errors import Problem, RankFailed, SpecError
+from fourfold.spec.errors import FourfoldError, Problem, RankFailed, SpecError
 from fourfold.spec.grid import AXES, Grid
 from fourfold.spec.layouts import Layouts, Refused, layouts
 from fourfold.spec.model import DecoderSpec
@@ -42,13 +42,17 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One layout: what was found, and where it first deviates if it does. seconds: fresh ranks included."""
+    """One layout: what was found, and where it first deviates if it does.
+
+    seconds: fresh ranks included. refused: what its ranks refused, of the request or of this layout.
+    """
 
     spec: Spec
     judge: Judge
     seconds: float
     deviation: Deviation | None
     command: str
+    refused: FourfoldError | None = None
 
     @property
     def words(self) -> str:
@@ -77,7 +81,8 @@ def verify_every_layout(
     spec: not settled; its own degrees, zero and sp are not looked at. only: some of the legal layouts, in place of
     all. repeat: the command that judges one layout alone, from its settings. Others as in `equal.verify_equal`.
     Returns the document fourfold.verify.equal/1 with one finding and one entry for each layout.
-    Raises SpecError or DataError for a request or data that cannot be trained on, or without a legal layout.
+    Raises SpecError or DataError for a request or data that cannot be trained on, in the ranks of every layout too, or
+    without a legal layout.
     """
     require_steps(steps)
     small, changes = reduced(spec, world)
@@ -97,6 +102,8 @@ def verify_every_layout(
         case, reference = clipping(case.at(Path(scratch)).with_optimizer(eps=GATE_EPS), shared)
         run = _Run(case, reference, setup, timeout_s, shared, adverse, repeat)
         judged = list(_told(run.all(asked), len(asked), say))
+        if judged[0].refused is not None and all(one.refused for one in judged):
+            raise judged[0].refused
     shared.sometimes(case.spec, reference)
     shared.sharpness(case.spec, spec)
     return _document(folder, spec, world, steps, adverse, shared, judged, found)
@@ -182,14 +189,15 @@ class _Run:
 
     def _judged(self, case: Case, ranks: Ranks, since: float) -> Judged:
         command = self.repeat(settings(case.spec))
-        judge, deviation = Judge(command, []), None
+        judge, deviation, refused = Judge(command, []), None, None
         try:
             judge.gate(ranks.measure(case, self.reference), self.reference)
         except RankFailed as failure:
             judge.rank_failed(failure)
-        if judge.failed:
+            refused = failure.refusal()
+        if judge.failed and refused is None:
             deviation = self._search(case, ranks, judge)
-        return Judged(case.spec, judge, time.perf_counter() - since, deviation, command)
+        return Judged(case.spec, judge, time.perf_counter() - since, deviation, command, refused)
 
     def _search(self, case: Case, ranks: Ranks, judge: Judge) -> Deviation | None:
         if self._traced is None:
