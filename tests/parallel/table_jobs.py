@@ -32,29 +32,46 @@ TABLE: dict[str, Rule] = {
 class Block(nn.Module):
     """Attention and a feed-forward; how many heads there are is read off a tensor's shape, or a number of its own."""
 
-    def __init__(self, heads: int | None) -> None:
+    def __init__(self, heads: int | None, scaled: str, scales: tuple[int, ...]) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.scaled = heads, scaled
+        if scaled:
+            self.scale = nn.Parameter(torch.full(scales, 1.5))
         self.norm = nn.LayerNorm(WIDTH)
         self.query, self.key, self.value, self.output = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
+        if self.scaled == "before":
+            y = y * self.scale
         parts = (self.query(y), self.key(y), self.value(y))
         size = (self.heads or -1, WIDTH // HEADS)
         query, key, value = (part.view(*part.shape[:-1], *size).transpose(1, 2) for part in parts)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.output(seen.transpose(1, 2).flatten(-2))
+        if self.scaled == "between":
+            seen = seen * self.scale
+        x = x + self.output(seen.transpose(1, 2).flatten(-2)) * (self.scale if self.scaled == "after" else 1)
         return x + self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
 
 
 class Net(nn.Module):
-    def __init__(self, heads: int | None, idle: bool, tied: bool, masked: bool) -> None:
+    def __init__(
+        self,
+        heads: int | None,
+        idle: bool,
+        tied: bool,
+        masked: bool,
+        scaled: str,
+        scales: tuple[int, ...],
+        places: bool,
+    ) -> None:
         super().__init__()
         self.masked = masked
         self.embedding = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList([Block(heads)])
+        if places:
+            self.places = nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.ModuleList([Block(heads, scaled, scales)])
         self.head = nn.Linear(WIDTH, TOKENS, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
@@ -63,6 +80,8 @@ class Net(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
+        if hasattr(self, "places"):
+            x = x + self.places
         if self.masked:
             x = x * torch.ones(*tokens.shape, 1)
         for block in self.blocks:
@@ -76,7 +95,8 @@ class Kit:
 
     def __init__(self, change: dict[str, Rule | None], **made: Any) -> None:
         self._table = {name: rule for name, rule in (TABLE | change).items() if rule is not None}
-        self._made = {"heads": None, "idle": False, "tied": False, "masked": False} | made
+        plain = {"heads": None, "idle": False, "tied": False, "masked": False, "places": False}
+        self._made = plain | {"scaled": "", "scales": (WIDTH,)} | made
         self._spec = SimpleNamespace(kind="decoder", vocabulary=TOKENS)  # of its batches
 
     def build(self, seed: int, dtype: torch.dtype) -> nn.Module:

@@ -78,6 +78,12 @@ def test_a_table_that_gains_less_is_still_right(ranks, change, sp):
     assert ranks(2).run(table_jobs.told, change, {"tp": 2, "sp": sp}, {}) == ["equal"] * 2
 
 
+@pytest.mark.parametrize("sp", [False, True])
+def test_a_network_that_has_a_parameter_of_its_own_beside_its_embedding_is_right(ranks, sp):
+    layout, made = {"tp": 2, "sp": sp}, {"places": True}
+    assert ranks(2).run(table_jobs.told, {"places": "replicate"}, layout, made) == ["equal"] * 2
+
+
 DOWN = '{"blocks.*.down.weight": "row", "blocks.*.down.bias": "replicate"}'
 
 

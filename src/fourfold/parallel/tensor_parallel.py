@@ -220,6 +220,8 @@ def _look_up(module: nn.Embedding, cut: _Cut, tokens: Tensor) -> DTensor:
     box = box_of(weight)
     rows, start = box.size[0], box.offset[0]
     table = weight.to_local()
+    if isinstance(tokens, DTensor):  # they came in through a module with a parameter of its own
+        tokens = tokens.to_local()
     at = tokens - start
     mine = (at >= 0) & (at < rows)
     found = F.embedding(at.masked_fill(~mine, 0), table) * mine.unsqueeze(-1)
