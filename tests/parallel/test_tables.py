@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from fourfold.models.protocol import Heads, Rule
+from fourfold.parallel.trail import Joined, Trail
 from tests.parallel import table_jobs
+from tests.parallel.table_jobs import HEADS, WIDTH
 
 ROW = '{"blocks.*.output.weight": "row", "blocks.*.output.bias": "replicate"} in the model\'s sharding()'
 
@@ -122,6 +126,44 @@ def test_a_plain_tensor_that_meets_the_stream_of_a_model_with_heads_is_told(rank
     for text in ranks(2).run(table_jobs.told, {}, {"tp": 2}, {"masked": True}):
         assert '"embedding": "vocabulary" gives what is whole on every rank (a DTensor)' in text
         assert "plain tensors of your own between Heads and row only" in text
+
+
+@pytest.mark.parametrize("scales", [(), (WIDTH // HEADS,), (1, WIDTH // HEADS)], ids=str)
+def test_a_parameter_of_the_block_itself_between_heads_and_row_is_named(ranks, scales):
+    change: dict[str, Rule] = {"blocks.*.scale": "replicate", "places": "replicate"}
+    for text in ranks(2).run(
+        table_jobs.told, change, {"tp": 2}, {"scaled": "between", "scales": scales, "places": True}
+    ):
+        assert "mixed torch.Tensor and DTensor" in text and "table_jobs.py:" in text
+        assert '"blocks.0.value": Heads(4) gives each rank its own part, a plain tensor' in text
+        assert '; "blocks.0.scale" is a parameter (a DTensor)' in text
+        assert 'type:  "blocks.0.scale" before the Heads or after the row' in text
+        assert "places" not in text, "it is not read there"
+
+
+def test_a_parameter_of_two_dims_beside_the_heads_is_no_linear_of_the_table():
+    attention = nn.Module()
+    attention.query, attention.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(HEADS, 2))
+    trail = Trail(2, sequence=False)
+    trail.note(Joined.of("attention", "replicate", attention), None)
+    trail.note(Joined.of("attention.query", Heads(HEADS), attention.query), None)
+    refused = trail.fault(RuntimeError("aten.mul.Tensor got mixed torch.Tensor and DTensor"))
+    assert refused is not None
+    assert refused.problems[0].instead.startswith('"attention.scale" before the Heads or after the row')
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("scaled", ["before", "after"])
+def test_before_the_heads_and_after_the_row_it_is_right(ranks, scaled, sp):
+    change: dict[str, Rule] = {"blocks.*.scale": "replicate", "places": "replicate"}
+    made = {"scaled": scaled, "places": True}
+    assert ranks(2).run(table_jobs.told, change, {"tp": 2, "sp": sp}, made) == ["equal"] * 2
+
+
+def test_a_wrong_table_is_told_before_a_parameter_of_the_block_itself(ranks):
+    change = every(("query",), "replicate") | {"blocks.*.scale": "replicate"}
+    for text in ranks(2).run(table_jobs.told, change, {"tp": 2}, {"scaled": "after"}):
+        assert 'type:  {"blocks.*.query.*": Heads(4)} in' in text and "scale" not in text
 
 
 def test_one_tensor_of_two_rules_is_refused(ranks):

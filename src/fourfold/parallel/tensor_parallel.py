@@ -105,10 +105,7 @@ def tensor_parallel(
             found.append(rule)
         if found:
             joined[prefix] = next((r for r in found if r != "replicate"), "replicate")
-            shape = max((tuple(p.shape) for p in module.parameters(recurse=False)), key=len)
-            biased = module._parameters.get("bias") is not None
-            own = Joined(prefix, joined[prefix], shape, biased, isinstance(module, nn.Embedding))
-            _join(module, own, cut)
+            _join(module, Joined.of(prefix, joined[prefix], module), cut)
     network.register_forward_hook(_whole_output(cut))
     return joined, cut.trail
 

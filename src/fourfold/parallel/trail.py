@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fourfold.models.protocol import Heads, Rule, pattern_of, typed, word
@@ -30,18 +32,29 @@ _ELSEWHERE = tuple(str(path) for path in (Path(torch.__file__).parent, Path(__fi
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A module that has parameters: its name, the rule it is joined by, its weight's shape, what it has and is."""
+    """A module that has parameters: its name, the rule it is joined by, its weight's shape, what it has and is.
+
+    beside: of a module that has no weight, but modules in it, the parameters that stand beside these.
+    """
 
     name: str
     rule: Rule
     shape: tuple[int, ...]
     bias: bool
     embedding: bool
+    beside: tuple[str, ...]
+
+    @classmethod
+    def of(cls, name: str, rule: Rule, module: nn.Module) -> Joined:
+        own = dict(module.named_parameters(recurse=False))
+        beside = tuple(own) if "weight" not in own and any(module.children()) else ()
+        shape = max((tuple(p.shape) for p in own.values()), key=len)
+        return cls(name, rule, shape, "bias" in own, isinstance(module, nn.Embedding), beside)
 
     @property
     def matrix(self) -> bool:
         """It is a Linear, and no norm or embedding, which give the stream."""
-        return len(self.shape) == 2 and not self.embedding
+        return len(self.shape) == 2 and not self.embedding and not self.beside
 
     def as_row(self) -> dict[str, Rule]:
         """Its part of a table in which it is the row of a pair."""
@@ -87,24 +100,45 @@ class Trail:
     def fault(self, error: RuntimeError) -> SpecError | None:
         """What a table has to do with an error of torch's in a forward; None where it has nothing to."""
         text = str(error)
-        frames = traceback.extract_tb(error.__traceback__)
+        calls = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
         if not any(mark in text for mark in _DO_NOT_MEET):
             return None
-        if any(frame.name == "_engine_run_backward" for frame in frames):
+        if any(code.co_name == "_engine_run_backward" for code, _ in calls):
             return None  # what ran last is not where it is
         tail = self._tail()
-        pairs = _pairs(tail)
-        own = [frame for frame in frames if not frame.filename.startswith(_ELSEWHERE)]
-        place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+        rules = _pairs(tail) or _as_heads(tail)
+        own = [(code, line) for code, line in calls if not code.co_filename.startswith(_ELSEWHERE)]
+        place = f" ({own[-1][0].co_filename}:{own[-1][1]})" if own else ""
+        mixed = "mixed" in text
+        beside = self._beside(own[-1][0].co_names if own else ()) if mixed and not rules else []
         return SpecError(
             Problem(
                 asked=f"layout.tp = {self._ranks} with the model's sharding table",
                 found=f"{text.splitlines()[0]}{place}",
                 why="what does not go together: "
-                + (_given([ran.module for ran in tail]) or "parameters of the network's own (DTensors)"),
-                instead=typed(pairs) if pairs else _instead(tail, self._ranks, "mixed" in text),
+                + (_given([ran.module for ran in tail]) or "parameters of the network's own (DTensors)")
+                + "".join(f'; "{name}" is a parameter (a DTensor)' for name in beside),
+                instead=typed(rules) if rules else _instead(tail, self._ranks, mixed, beside),
             )
         )
+
+    def _beside(self, read: Sequence[str]) -> list[str]:
+        """Parameters that stand beside the Heads which no row has put together yet, on modules around them.
+
+        read: what the code reads in which the forward failed; where it reads some of them, these.
+        """
+        heads: list[str] = []
+        for ran in reversed(self._ran):
+            if ran.module.rule == "row":
+                break
+            heads += [ran.module.name] if ran.units else []
+        around = {
+            f"{ran.module.name}.{key}".removeprefix("."): key
+            for ran in self._ran
+            for key in ran.module.beside
+            if any(name.startswith(f"{ran.module.name}.".removeprefix(".")) for name in heads)
+        }
+        return [name for name, key in around.items() if key in read] or list(around)
 
     def without_row(self) -> Joined | None:
         """The last Heads module, unless a row came after it."""
@@ -165,16 +199,19 @@ def _pairs(ran: list[_Ran]) -> dict[str, Rule]:
     return rules
 
 
-def _instead(tail: list[_Ran], ranks: int, mixed: bool) -> str:
-    """What would do where pairs are whole, as far as what ran shows. mixed: a plain tensor met a DTensor."""
+def _as_heads(tail: list[_Ran]) -> dict[str, Rule]:
+    """The table's entries by which all that ran comes out in units of one width, where some of it does."""
     rules: dict[str, Rule] = {}
     # as many features as the module of most units has in one: key and value have no wider heads than query
     width = min((ran.module.shape[0] // ran.units for ran in tail if ran.units), default=0)
     for module in (ran.module for ran in tail if ran.module.matrix and ran.module.rule != "row"):
         if width and module.shape[0] % width == 0 and module.rule != Heads(module.shape[0] // width):
             rules |= module.as_heads(module.shape[0] // width)
-    if rules:
-        return typed(rules)
+    return rules
+
+
+def _instead(tail: list[_Ran], ranks: int, mixed: bool, beside: list[str]) -> str:
+    """What would do where no rule is missing, as far as what ran shows. mixed: a plain tensor met a DTensor."""
     units = max((ran.units for ran in tail), default=0)
     if tail and tail[-1].module.rule == "row" and 0 < units < ranks:
         return f"--set layout.tp={units}  (only key and value may have fewer heads than there are ranks)"
@@ -182,6 +219,9 @@ def _instead(tail: list[_Ran], ranks: int, mixed: bool) -> str:
     if names and not units and not mixed:
         table = ", ".join(f'"{name}.*": Heads(n)' for name in names)
         return f"{{{table}}}  (n: its heads), or only functions that DTensor has, or --set layout.tp=1"
+    if beside:
+        named = ", ".join(f'"{name}"' for name in beside)
+        return f"{named} before the Heads or after the row, where it meets DTensors; or --set layout.tp=1"
     return (
         "plain tensors of your own between Heads and row only, their sizes read off the shapes; or column in place of "
         "every Heads; or --set layout.tp=1"
