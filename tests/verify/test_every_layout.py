@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import sys
 
 import pytest
@@ -162,6 +164,33 @@ def test_what_the_ranks_of_every_layout_refuse_is_no_failed_check(small, tmp_pat
 
 
 REFUSED = Problem("a layout", "no such device", "each rank needs one", "another")
+
+
+def test_a_rank_that_is_killed_leaves_its_layout_not_compared_and_the_others_judged(small, tmp_path):
+    said = []
+    spec = small("model.tied=false")
+    only = legal(spec, 2, "tp 2", "tp 2, sp")
+    setup = "tests.verify.test_every_layout:killed_in_the_cut_one"
+    more = {"only": only, "out": tmp_path, "setup": setup, "say": said.append}
+    document = verify_every_layout(spec, 2, steps=2, **more)
+    assert document["verdict"] == "fail"
+    assert [layout["verdict"] for layout in document["layouts"]] == ["pass", "fail"]
+    assert any("tp 2, sp: FAIL, not compared" in line for line in said)
+    assert any("killed by SIGKILL" in f["measured"] for f in document["findings"] if f["verdict"] == "fail")
+    assert [f["claim"] for f in document["findings"] if f["verdict"] == "open"][-1] == "a head of its own"
+
+
+def killed_in_the_cut_one():
+    from fourfold.train import setup
+
+    opened = setup.open_training
+
+    def killed(spec, *args, **more):
+        if spec.layout.sp:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return opened(spec, *args, **more)
+
+    setup.open_training = killed
 
 
 def refuse_every(sequence=(False, True)):

@@ -55,6 +55,11 @@ class Judged:
     refused: FourfoldError | None = None
 
     @property
+    def gap(self) -> str:
+        """The worst gap in words; where ranks did not come to their end, nothing was compared."""
+        return f"worst {self.judge.worst_gate:.2g}" if self.judge.tensors else "not compared"
+
+    @property
     def words(self) -> str:
         return words(self.spec.layout)
 
@@ -224,7 +229,7 @@ def _told(judged: Iterator[Judged], count: int, say: Say) -> Iterator[Judged]:
     """One line for each, as it comes."""
     for number, one in enumerate(judged, 1):
         verdict = "pass" if one.passed else "FAIL"
-        line = f"[{number}/{count}] {one.words}: {verdict}, worst {one.judge.worst_gate:.2g}, {one.seconds:.1f} s"
+        line = f"[{number}/{count}] {one.words}: {verdict}, {one.gap}, {one.seconds:.1f} s"
         say(line if one.deviation is None else f"{line}; {one.deviation}")
         yield one
 
@@ -264,7 +269,7 @@ def _document(
 def _finding(one: Judged) -> Any:
     """A layout in one line: its worst gap; or what failed, and where it first deviates."""
     failed = [f"{f.claim}: {f.measured}" for f in one.judge.findings if f.verdict == "fail"]
-    measured = f"worst {one.judge.worst_gate:.2g}"
+    measured = one.gap
     if failed:
         measured = str(one.deviation) if one.deviation is not None else "; ".join(failed[:2])
     more = {"tolerance": f"{GRADIENT_TOLERANCE:g}", "command": one.command}
@@ -306,6 +311,12 @@ def _open(spec: Spec, adverse: bool) -> Iterator[Any]:
         f"every layout was judged at the gate's eps {GATE_EPS:g} alone",
         "the command of one layout",
     )
+    if adverse and isinstance(spec.model, DecoderSpec) and not spec.model.tied:
+        yield not_tested(
+            "a head of its own",
+            "the adversarial model's head is tied to its embedding; the Spec's is not",
+            "verify equal of one layout without --all and --adversarial",
+        )
     if not adverse:
         yield not_tested(
             "the adversarial model",
