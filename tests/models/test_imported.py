@@ -22,6 +22,7 @@ from fourfold.spec.spec import Spec
 MODELS = """
 import torch
 from torch import nn
+from fourfold.models.protocol import Heads
 
 SIZE = 3
 
@@ -53,7 +54,7 @@ class Kit:
     def loss(self, module, batch):
         return module(batch)
     def sharding(self):
-        return self.values.get("table", {"*": "replicate"})
+        return self.values.get("table", {"*": "replicate"}) or {"*": Heads()}
     def blocks(self, module):
         return ("linear",)
 
@@ -87,6 +88,7 @@ def boxed(**values): return Boxed(**values)
 def frozen(): return Line().requires_grad_(False)
 def lazy(): return nn.LazyLinear(3)
 def detached(): return Detached()
+def kit_whose_table_raises(): return Kit(table={})
 def kit_without_table(): return Kit(table={"*.weight": "replicate"})
 """
 
@@ -197,6 +199,7 @@ def test_what_the_factory_returns_must_be_a_model() -> None:
         ("mine.models:kit_of_text", "build() returned a str"),
         ("mine.models:kit_of_fp32", "linear.weight, linear.bias"),
         ("mine.models:kit_without_table", "no pattern matches it"),
+        ("mine.models:kit_whose_table_raises", "TypeError: Heads.__new__() missing 1 required"),
         ("mine.models:kit_that_raises", "KeyError: 'no such thing'"),
         ("mine.models:frozen", "no parameter with requires_grad = True"),
         ("mine.models:lazy", "weight, bias without a shape"),

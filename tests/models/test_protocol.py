@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,52 @@ def test_every_parameter_without_one_rule_is_named() -> None:
     ]
     assert "no pattern" in problems[1].found
     assert '"*.weight" and "1.*"' in problems[2].found
+
+
+@pytest.mark.parametrize("units", ["x", 2.0, True, None, 0, [2]], ids=repr)
+def test_heads_of_no_whole_number_are_refused_where_every_wrong_rule_is(units: object) -> None:
+    kit = TableKit({"*.weight": Heads(units), "*.bias": "replicate"})  # type: ignore[arg-type]
+    with pytest.raises(SpecError) as error:
+        parameter_rules(kit, kit.build(0, torch.float32))
+    (problem,) = error.value.problems
+    typed = '"x"' if units == "x" else repr(units)
+    assert problem.asked == f'sharding rule Heads({typed}) for "*.weight"'
+    assert problem.found == f"{typed} as its number of units"
+    assert problem.instead == "Heads(the number of heads)"
+
+
+@pytest.mark.parametrize(
+    ("rule", "asked", "right"),
+    [
+        (["column"], "['column']", "replicate"),
+        (None, "None", "replicate"),
+        (4, "4", "replicate"),
+        ((4,), "(4,)", "replicate"),
+        (np.array(["row", "column"]), "array(['row', 'column']", "replicate"),
+        ("colum", '"colum"', "column"),
+    ],
+    ids=str,
+)
+def test_what_is_no_rule_is_refused_with_the_nearest_there_is(rule: object, asked: str, right: str) -> None:
+    kit = TableKit({"0.weight": "column", "1.weight": rule, "*.bias": "replicate"})  # type: ignore[dict-item]
+    module = kit.build(0, torch.float32)
+    for tied in (False, True):
+        module[1].weight = module[0].weight if tied else module[1].weight
+        with pytest.raises(SpecError) as error:
+            parameter_rules(kit, module)
+        (problem,) = error.value.problems
+        assert problem.asked.startswith(f"sharding rule {asked}")
+        assert problem.asked.endswith(' for "1.weight"')
+        assert problem.instead == f'{{"1.weight": "{right}"}} in the model\'s sharding()'
+
+
+def test_a_pattern_that_is_no_text_is_refused() -> None:
+    kit = TableKit({"*": "replicate", 0: Heads(2)})  # type: ignore[dict-item]
+    with pytest.raises(SpecError) as error:
+        parameter_rules(kit, kit.build(0, torch.float32))
+    (problem,) = error.value.problems
+    assert (problem.asked, problem.found) == ("sharding rule Heads(2) for 0", "a pattern of type int")
+    assert problem.instead.startswith("a text in quotes")
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_there_is() -> None:

@@ -26,7 +26,7 @@ TABLES: dict[str, dict[str, Rule]] = {
     "columns": {"up.*": "column", **DOWN, **WHOLE},
     "replicated": {"*": "replicate"},
     "odd": {"up.*": Heads(6), **DOWN, **WHOLE},
-    "impossible": {"up.*": Heads(0), "down.*": "row", **WHOLE},
+    "impossible": {"up.*": "column", "down.*": "row", **WHOLE},
     "between": {"up.*": Heads(8), "middle.*": "replicate", **DOWN, **WHOLE},
 }
 

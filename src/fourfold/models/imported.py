@@ -110,7 +110,10 @@ class ImportedKit:
 
     def sharding(self) -> dict[str, Rule]:
         """See `ModelKit.sharding`; raises SpecError for what is no table."""
-        table: object = self._kit.sharding()
+        try:
+            table: object = self._kit.sharding()
+        except Exception as error:
+            raise _failed(self._target, error, "making the sharding table fails") from error
         if not isinstance(table, dict):
             raise _error(
                 self._target,

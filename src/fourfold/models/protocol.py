@@ -125,23 +125,17 @@ def parameter_rules(kit: ModelKit, module: nn.Module) -> dict[str, Rule]:
     """The rule of each parameter of `module`, the whole network, by its name; a tied one by its first.
 
     Raises SpecError naming every parameter that matches no pattern or several, every pattern that matches none, every
-    tied parameter of two rules, and every rule that does not exist.
+    tied parameter of two rules, every rule that does not exist, and every pattern that is no text.
     """
-    table = kit.sharding()
-    problems = [
-        Problem(
-            asked=f'sharding rule "{rule}" for "{pattern}"',
-            found=f"the rules are {', '.join(_WORDS)} and Heads(units)",
-            why="tensor parallel would not know how to cut the parameter",
-            instead=typed({pattern: "replicate"}),
-        )
-        for pattern, rule in table.items()
-        if not isinstance(rule, Heads) and rule not in _WORDS
-    ]
+    asked = kit.sharding()
     named = list(module.named_parameters(remove_duplicate=False))
-    matching = {name: [pattern for pattern in table if fnmatchcase(name, pattern)] for name, _ in named}
+    all_patterns = [pattern for pattern in asked if isinstance(pattern, str)]
+    table = {pattern: asked[pattern] for pattern in all_patterns if _is_rule(asked[pattern])}
+    problems = [_no_pattern(pattern, asked[pattern]) for pattern in asked if not isinstance(pattern, str)]
+    problems += [_no_rule(pattern, asked[pattern]) for pattern in all_patterns if pattern not in table]
+    matching = {name: [p for p in all_patterns if fnmatchcase(name, p)] for name, _ in named}
     used = {pattern for patterns in matching.values() for pattern in patterns}
-    idle = [pattern for pattern in table if pattern not in used]
+    idle = [pattern for pattern in all_patterns if pattern not in used]
     first: dict[int, str] = {}
     rules: dict[str, Rule] = {}
     for name, parameter in named:
@@ -151,6 +145,8 @@ def parameter_rules(kit: ModelKit, module: nn.Module) -> dict[str, Rule]:
             continue  # the rule of its first name is enough
         if len(patterns) != 1:
             problems.append(_unmatched(name, patterns, table, idle))
+        elif patterns[0] not in table:
+            continue  # told already
         elif known == name:
             rules[name] = table[patterns[0]]
         elif known in rules and table[patterns[0]] != rules[known]:
@@ -166,13 +162,47 @@ def pattern_of(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
+def _is_rule(rule: object) -> bool:
+    if isinstance(rule, Heads):
+        units: object = rule.units
+        return isinstance(units, int) and not isinstance(units, bool) and units > 0
+    return isinstance(rule, str) and rule in _WORDS
+
+
+def _no_rule(pattern: str, rule: object) -> Problem:
+    asked = f'sharding rule {word(rule)} for "{pattern}"'
+    if isinstance(rule, Heads):
+        return Problem(
+            asked=asked,
+            found=f"{word(rule.units)} as its number of units",
+            why="it is a whole number, at least 1",
+            instead="Heads(the number of heads)",
+        )
+    near = get_close_matches(rule, _WORDS, n=1) if isinstance(rule, str) else []
+    return Problem(
+        asked=asked,
+        found=f"the rules are {', '.join(_WORDS)} and Heads(units)",
+        why="tensor parallel would not know how to cut the parameter",
+        instead=typed({pattern: near[0] if near else "replicate"}),
+    )
+
+
+def _no_pattern(pattern: object, rule: object) -> Problem:
+    return Problem(
+        asked=f"sharding rule {word(rule)} for {pattern!r}",
+        found=f"a pattern of type {type(pattern).__name__}",
+        why="parameters are matched by their names, which are text",
+        instead='a text in quotes, such as "blocks.*.query.*"',
+    )
+
+
 def _unmatched(name: str, matching: list[str], table: dict[str, Rule], idle: list[str]) -> Problem:
     if matching:
         found = "patterns " + " and ".join(f'"{pattern}"' for pattern in matching) + " match it"
         instead = "patterns of which exactly one matches"
     else:
         found = "no pattern matches it"
-        meant = get_close_matches(pattern_of(name), idle, n=1)
+        meant = get_close_matches(pattern_of(name), [pattern for pattern in idle if pattern in table], n=1)
         rule: Rule = table[meant[0]] if meant else "replicate"
         instead = typed({pattern_of(name): rule})
     return Problem(
@@ -205,12 +235,14 @@ def _torn(one: str, its: Rule, other: str, others: Rule) -> Problem:
     )
 
 
-def word(rule: Rule) -> str:
-    """A rule as it is typed."""
-    return f"Heads({rule.units})" if isinstance(rule, Heads) else f'"{rule}"'
+def word(rule: object) -> str:
+    """A rule, or what stands in the place of one, as it is typed."""
+    if isinstance(rule, Heads):
+        return f"Heads({word(rule.units)})"
+    return f'"{rule}"' if isinstance(rule, str) else repr(rule)
 
 
-def typed(table: Mapping[str, Rule]) -> str:
+def typed(table: Mapping[str, object]) -> str:
     """Lines of a sharding table as they are typed."""
     lines = ", ".join(f'"{pattern}": {word(rule)}' for pattern, rule in table.items())
     return f"{{{lines}}} in the model's sharding()"

@@ -29,10 +29,10 @@ def check_table(network: nn.Module, rules: dict[str, Rule], ranks: int) -> None:
     parameters = dict(network.named_parameters())
     for name, rule in rules.items():
         shape = parameters[name].shape
-        if (rule == "row" and len(shape) < 2) or (isinstance(rule, Heads) and rule.units < 1):
-            problems.append(_cannot_be(name, rule, shape))
+        if rule == "row" and len(shape) < 2:
+            problems.append(_no_row(name, shape))
             continue
-        length = shape[1] if rule == "row" and len(shape) > 1 else shape[0] if shape else 1
+        length = shape[1] if rule == "row" else shape[0] if shape else 1
         units = rule.units if isinstance(rule, Heads) else length
         divides = units % ranks == 0 or (isinstance(rule, Heads) and ranks % units == 0)
         if rule == "vocabulary" and not shard_range(length, ranks, ranks - 1)[1]:
@@ -76,14 +76,13 @@ def _bias(name: str, rules: dict[str, Rule]) -> Problem:
     )
 
 
-def _cannot_be(name: str, rule: Rule, shape: torch.Size) -> Problem:
-    if isinstance(rule, Heads):
-        found, why, instead = f"{rule.units} units", "there is at least one", "Heads(the number of heads)"
-    else:
-        found = f"a tensor of shape {tuple(shape)}"
-        why = "a row is cut over the inputs, dim 1: what has none is added once, whole, to the summed outputs"
-        instead = f'{{"{name}": "replicate"}} in the model\'s sharding()'
-    return Problem(asked=f"sharding rule {rule!r} for {name}", found=found, why=why, instead=instead)
+def _no_row(name: str, shape: torch.Size) -> Problem:
+    return Problem(
+        asked=f'sharding rule "row" for {name}',
+        found=f"a tensor of shape {tuple(shape)}",
+        why="a row is cut over the inputs, dim 1: what has none is added once, whole, to the summed outputs",
+        instead=typed({pattern_of(name): "replicate"}),
+    )
 
 
 def _no_rows(name: str, rows: int, ranks: int) -> Problem:
