@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
 
 from fourfold.models.protocol import Heads, Rule
 from fourfold.parallel.trail import Joined, Trail
@@ -150,6 +152,38 @@ def test_a_parameter_of_two_dims_beside_the_heads_is_no_linear_of_the_table():
     refused = trail.fault(RuntimeError("aten.mul.Tensor got mixed torch.Tensor and DTensor"))
     assert refused is not None
     assert refused.problems[0].instead.startswith('"attention.scale" before the Heads or after the row')
+
+
+APART = "The size of tensor a (8) must match the size of tensor b (4)"
+IN_4, IN_8 = (
+    "shape '[2, 32, -1, 4]' is invalid for input of size 256",
+    "sizes [-1, 8] don't multiply up to the size",
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "heads", "right"),
+    [
+        (IN_8, {"query": (32, 4), "key": (16, 4)}, {"key": 2}),  # heads of 8: key has 2 of them
+        (APART, {"query": (32, 4), "key": (16, 4)}, {"key": 2}),
+        (APART, {"query": (32, 4), "key": (16, 4), "value": (16, 2)}, {"key": 2}),
+        (APART, {"query": (32, 8), "key": (16, 2), "value": (16, 2)}, {"query": 4}),
+        (IN_8, {"query": (32, 4), "key": (16, 4), "value": (16, 4)}, {"key": 2, "value": 2}),
+        (IN_4, {"query": (32, 4), "key": (16, 4), "value": (16, 4)}, {"query": 8}),
+        ("aten.mul got mixed torch.Tensor and DTensor", {"query": (32, 4), "key": (16, 0)}, {"key": 2}),
+    ],
+)
+def test_heads_of_another_width_than_the_others_are_in_doubt(monkeypatch, error, heads, right):
+    monkeypatch.setattr("fourfold.parallel.trail.DTensor", SimpleNamespace)
+    stream = SimpleNamespace(ndim=3, placements=[Replicate()])
+    trail = Trail(4, sequence=False)
+    for name, (outputs, units) in heads.items():
+        rule: Rule = Heads(units) if units else "column"
+        trail.note(Joined.of(f"blocks.0.{name}", rule, nn.Linear(32, outputs)), stream)
+    refused = trail.fault(RuntimeError(error))
+    assert refused is not None
+    table = ", ".join(f'"blocks.*.{name}.*": Heads({units})' for name, units in right.items())
+    assert refused.problems[0].instead == f"{{{table}}} in the model's sharding()"
 
 
 @pytest.mark.parametrize("sp", [False, True])

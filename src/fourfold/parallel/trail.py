@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections import deque
 from collections.abc import Sequence
@@ -106,7 +107,7 @@ class Trail:
         if any(code.co_name == "_engine_run_backward" for code, _ in calls):
             return None  # what ran last is not where it is
         tail = self._tail()
-        rules = _pairs(tail) or _as_heads(tail)
+        rules = _pairs(tail) or _as_heads(tail, text)
         own = [(code, line) for code, line in calls if not code.co_filename.startswith(_ELSEWHERE)]
         place = f" ({own[-1][0].co_filename}:{own[-1][1]})" if own else ""
         mixed = "mixed" in text
@@ -199,15 +200,24 @@ def _pairs(ran: list[_Ran]) -> dict[str, Rule]:
     return rules
 
 
-def _as_heads(tail: list[_Ran]) -> dict[str, Rule]:
+def _as_heads(tail: list[_Ran], text: str) -> dict[str, Rule]:
     """The table's entries by which all that ran comes out in units of one width, where some of it does."""
     rules: dict[str, Rule] = {}
-    # as many features as the module of most units has in one: key and value have no wider heads than query
-    width = min((ran.module.shape[0] // ran.units for ran in tail if ran.units), default=0)
+    width = _width(tail, text)
     for module in (ran.module for ran in tail if ran.module.matrix and ran.module.rule != "row"):
         if width and module.shape[0] % width == 0 and module.rule != Heads(module.shape[0] // width):
             rules |= module.as_heads(module.shape[0] // width)
     return rules
+
+
+def _width(tail: list[_Ran], text: str) -> int:
+    """The features of a head: what torch's error says was asked for; else as most have; else as the largest, query."""
+    heads = [(ran.module.shape[0] // ran.units, ran.module.shape[0]) for ran in tail if ran.units]
+    widths = [width for width, _ in heads]
+    asked = re.search(r"(?:shape '|sizes )\[[^\]]*?(\d+)\]", text)  # by view or unflatten
+    if asked and int(asked[1]) in widths:
+        return int(asked[1])
+    return max(heads, key=lambda one: (widths.count(one[0]), one[1]), default=(0, 0))[0]
 
 
 def _instead(tail: list[_Ran], ranks: int, mixed: bool, beside: list[str]) -> str:
