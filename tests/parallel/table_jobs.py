@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,11 +117,17 @@ class Kit:
 
 
 def told(change: dict[str, Rule | None], layout: dict[str, Any], made: dict[str, Any]) -> str:
-    """What refuses the model when it is spread or trained; else how far it is from one device."""
+    """What refuses the model when it is spread or trained, and what torch logs; else how far it is from one device."""
+    screen = io.StringIO()
+    handler = logging.StreamHandler(screen)
+    logger = logging.getLogger("torch._subclasses.fake_tensor")  # torch's loggers do not propagate
+    logger.addHandler(handler)
     try:
         worst = compare(Kit(change, **made), {"dp_replicate": 1} | layout).worst
     except FourfoldError as error:
-        return str(error)
+        return screen.getvalue() + str(error)
+    finally:
+        logger.removeHandler(handler)
     return "equal" if worst < 1e-12 else f"off by {worst}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from fourfold.models.protocol import Heads, Rule
-from fourfold.parallel.trail import Joined, Trail
+from fourfold.parallel.trail import Joined, Trail, held_back
 from tests.parallel import table_jobs
 from tests.parallel.table_jobs import HEADS, WIDTH
 
@@ -72,6 +73,22 @@ def test_a_table_that_cannot_be_is_told_with_the_entry_to_write(ranks, tp, chang
     for text in ranks(tp).run(table_jobs.told, change, {"tp": tp}, {}):
         assert all(words in text for words in said), text
         assert all(part in text for part in ("found: ", "why:   ", "type:  "))
+        assert "Traceback" not in text
+
+
+def test_what_torch_logs_is_held_back_only_until_it_is_told_otherwise(caplog):
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(caplog.handler)  # torch's loggers do not propagate
+    try:
+        with held_back() as logged:
+            logger.error("told in our words")
+            logged.clear()
+            logger.error("told by torch alone")
+            assert not caplog.messages
+        logger.error("afterwards")
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert caplog.messages == ["told by torch alone", "afterwards"]
 
 
 @pytest.mark.parametrize("sp", [False, True])

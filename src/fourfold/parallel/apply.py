@@ -22,7 +22,7 @@ from fourfold.parallel.offload import home
 from fourfold.parallel.rehearsed_replicas import replicas
 from fourfold.parallel.sharded import Sharded, replaced
 from fourfold.parallel.tensor_parallel import sum_partial, tensor_parallel
-from fourfold.parallel.trail import Trail
+from fourfold.parallel.trail import Trail, held_back
 from fourfold.spec.errors import CheckFailed
 from fourfold.spec.grid import Grid
 from fourfold.spec.training import LayoutSpec, PrecisionSpec
@@ -78,13 +78,14 @@ class Parallel:
             yield
             return
         heads = any(isinstance(rule, Heads) for rule in self.joined.values())
-        with loss_parallel(), nullcontext() if heads else implicit_replication():
+        with loss_parallel(), nullcontext() if heads else implicit_replication(), held_back() as logged:
             try:
                 yield
             except RuntimeError as error:
                 fault = self.trail.fault(error)
                 if fault is None:
                     raise
+                logged.clear()  # told in our words
                 plain = [name for name, p in self.network.named_parameters() if not isinstance(p, DTensor)]
                 raise CheckFailed(replaced(plain)) if plain else fault from error
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -159,6 +161,25 @@ class Trail:
                 break
             tail.insert(0, ran)
         return tail
+
+
+@contextmanager
+def held_back() -> Iterator[list[logging.LogRecord]]:
+    """What torch logs, with tracebacks, of tensors that do not meet: it comes after the block, unless taken out."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    held: list[logging.LogRecord] = []
+
+    def hold(record: logging.LogRecord) -> bool:
+        held.append(record)
+        return False
+
+    logger.addFilter(hold)
+    try:
+        yield held
+    finally:
+        logger.removeFilter(hold)
+        for record in held:
+            logger.handle(record)
 
 
 def _given(modules: list[Joined]) -> str:
