@@ -117,6 +117,28 @@ def test_a_pattern_that_is_no_text_is_refused() -> None:
     assert problem.instead.startswith("a text in quotes")
 
 
+def test_what_is_said_of_a_parameter_in_every_block_is_said_once() -> None:
+    kit = TableKit({"*.weight": "column"})
+    with pytest.raises(SpecError) as error:
+        parameter_rules(kit, nn.Sequential(*(nn.Linear(2, 2) for _ in range(80))))
+    (problem,) = error.value.problems
+    assert problem.asked == 'the sharding rule of parameter "0.bias" and 79 more of "*.bias"'
+    assert problem.instead == '{"*.bias": "replicate"} in the model\'s sharding()'
+
+
+def test_tied_parameters_of_two_rules_in_every_block_are_told_once() -> None:
+    blocks = nn.ModuleList(
+        nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "ab"}) for _ in range(3)
+    )
+    for block in blocks:
+        block["b"].weight = block["a"].weight
+    with pytest.raises(SpecError) as error:
+        parameter_rules(TableKit({"*.a.*": "column", "*.b.*": "row"}), blocks)
+    (problem,) = error.value.problems
+    assert problem.asked.endswith('for 0.b.weight and 2 more of "*.b.weight"')
+    assert problem.instead.endswith("or no rule for *.b.weight")
+
+
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_there_is() -> None:
     kit = TableKit({"*.weight": "column", "*.bias": "replicate", "0.wieght": "row", "elsewhere": "row"})
     with pytest.raises(SpecError) as error:

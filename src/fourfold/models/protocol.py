@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
@@ -138,19 +139,21 @@ def parameter_rules(kit: ModelKit, module: nn.Module) -> dict[str, Rule]:
     idle = [pattern for pattern in all_patterns if pattern not in used]
     first: dict[int, str] = {}
     rules: dict[str, Rule] = {}
+    faults: list[tuple[str, Problem]] = []
     for name, parameter in named:
         patterns = matching[name]
         known = first.setdefault(id(parameter), name)
         if known != name and not patterns:
             continue  # the rule of its first name is enough
         if len(patterns) != 1:
-            problems.append(_unmatched(name, patterns, table, idle))
+            faults.append((name, _unmatched(name, patterns, table, idle)))
         elif patterns[0] not in table:
             continue  # told already
         elif known == name:
             rules[name] = table[patterns[0]]
         elif known in rules and table[patterns[0]] != rules[known]:
-            problems.append(_torn(known, rules[known], name, table[patterns[0]]))
+            faults.append((name, _torn(known, rules[known], name, table[patterns[0]])))
+    problems += by_pattern(faults)
     problems += [_idle(pattern, list(matching)) for pattern in idle]
     if problems:
         raise SpecError(problems)
@@ -160,6 +163,18 @@ def parameter_rules(kit: ModelKit, module: nn.Module) -> dict[str, Rule]:
 def pattern_of(name: str) -> str:
     """The pattern of a parameter or module in every block: numbers stand for any."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def by_pattern(faults: Sequence[tuple[str, Problem]]) -> list[Problem]:
+    """The problems of parameters, by name: one for all of one pattern that say the same, naming the first of them."""
+    same: dict[tuple[str, ...], list[Problem]] = {}
+    for name, problem in faults:
+        said = (pattern_of(name), problem.found, problem.why, problem.instead)
+        same.setdefault(said, []).append(problem)
+    return [
+        replace(first, asked=f'{first.asked} and {len(more)} more of "{pattern}"') if more else first
+        for (pattern, *_), (first, *more) in same.items()
+    ]
 
 
 def _is_rule(rule: object) -> bool:
@@ -231,7 +246,7 @@ def _torn(one: str, its: Rule, other: str, others: Rule) -> Problem:
         asked=f"sharding rules {word(its)} for {one} and {word(others)} for {other}",
         found="one parameter of two names (tied)",
         why="it is cut once, by the rule of its first name: the other would be silently ignored",
-        instead=f"{typed({pattern_of(other): its})}, or no rule for {other}",
+        instead=f"{typed({pattern_of(other): its})}, or no rule for {pattern_of(other)}",
     )
 
 

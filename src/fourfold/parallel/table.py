@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fourfold.models.protocol import Heads, Rule, pattern_of, typed, word
+from fourfold.models.protocol import Heads, Rule, by_pattern, pattern_of, typed, word
 from fourfold.spec.boxes import shard_range
 from fourfold.spec.degrees import nearest_divisors
 from fourfold.spec.errors import Problem, SpecError
@@ -25,33 +25,22 @@ def check_table(network: nn.Module, rules: dict[str, Rule], ranks: int) -> None:
                 "--set layout.tp=1",
             )
         )
-    problems += [_bias(name, rules) for name in rules if _bias_differs(name, rules)]
+    faults = [(name, _bias(name, rules)) for name in rules if _bias_differs(name, rules)]
     parameters = dict(network.named_parameters())
     for name, rule in rules.items():
         shape = parameters[name].shape
         if rule == "row" and len(shape) < 2:
-            problems.append(_no_row(name, shape))
+            faults.append((name, _no_row(name, shape)))
             continue
         length = shape[1] if rule == "row" else shape[0] if shape else 1
         units = rule.units if isinstance(rule, Heads) else length
         divides = units % ranks == 0 or (isinstance(rule, Heads) and ranks % units == 0)
         if rule == "vocabulary" and not shard_range(length, ranks, ranks - 1)[1]:
-            problems.append(_no_rows(name, length, ranks))
+            faults.append((name, _no_rows(name, length, ranks)))
         if rule in ("replicate", "vocabulary") or (divides and length % units == 0):
             continue
-        problems.append(
-            Problem(
-                asked=f"layout.tp = {ranks} with {name} of shape {tuple(shape)}",
-                found=f"{units} parts for {ranks} ranks"
-                if length % units == 0
-                else f"{length} outputs, which make no {units} equal parts",
-                why="tensor parallel gives every rank equally many whole parts of a dim",
-                instead=f"{either('layout.tp', nearest_divisors(units, ranks))} or another rule for it in the "
-                "model's sharding()"
-                if length % units == 0
-                else " or ".join(f"Heads({n})" for n in nearest_divisors(length, units)),
-            )
-        )
+        faults.append((name, _no_parts(name, shape, units, length, ranks)))
+    problems += by_pattern(faults)
     if problems:
         raise SpecError(problems)
 
@@ -82,6 +71,21 @@ def _no_row(name: str, shape: torch.Size) -> Problem:
         found=f"a tensor of shape {tuple(shape)}",
         why="a row is cut over the inputs, dim 1: what has none is added once, whole, to the summed outputs",
         instead=typed({pattern_of(name): "replicate"}),
+    )
+
+
+def _no_parts(name: str, shape: torch.Size, units: int, length: int, ranks: int) -> Problem:
+    whole = length % units == 0
+    return Problem(
+        asked=f"layout.tp = {ranks} with {name} of shape {tuple(shape)}",
+        found=f"{units} parts for {ranks} ranks"
+        if whole
+        else f"{length} outputs, which make no {units} equal parts",
+        why="tensor parallel gives every rank equally many whole parts of a dim",
+        instead=f"{either('layout.tp', nearest_divisors(units, ranks))} or another rule for it in the "
+        "model's sharding()"
+        if whole
+        else " or ".join(f"Heads({n})" for n in nearest_divisors(length, units)),
     )
 
 
