@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fourfold.data.batch import Batch
 from fourfold.models.loss import cross_entropy, squared_error, wide
 from fourfold.models.mlp import MlpKit
-from fourfold.models.protocol import BatchLike, Heads, LossModule, Rule, parameter_rules
+from fourfold.models.protocol import BatchLike, Heads, LossModule, Rule, parameter_rules, word
 from fourfold.spec.errors import SpecError
 from fourfold.spec.model import MlpSpec
 
@@ -117,13 +117,72 @@ def test_a_pattern_that_is_no_text_is_refused() -> None:
     assert problem.instead.startswith("a text in quotes")
 
 
+PAIRS: dict[str, Rule] = {
+    **{f"*.query.{key}": Heads(4) for key in ("weight", "bias")},
+    **{f"*.{name}.{key}": Heads(2) for name in ("key", "value") for key in ("weight", "bias")},
+    "*.output.weight": "row",
+    "*.up.weight": "column",
+    "*.up.bias": "column",
+    "*.down.weight": "row",
+    **{f"*.{name}": "replicate" for name in ("output.bias", "down.bias", "norm.weight", "norm.bias")},
+}
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("lost", "right"),
+    [
+        (("query",), {"query.weight": Heads(4), "query.bias": Heads(4)}),
+        (("key",), {"key.weight": Heads(2), "key.bias": Heads(2)}),
+        (("value",), {"value.weight": Heads(2), "value.bias": Heads(2)}),
+        (("query", "output"), {"query.weight": Heads(4), "output.weight": "row", "output.bias": "replicate"}),
+        (("output",), {"output.weight": "row", "output.bias": "replicate"}),
+        (("up",), {"up.weight": "column", "up.bias": "column"}),
+        (("down",), {"down.weight": "row", "down.bias": "replicate"}),
+        (("norm",), {"norm.weight": "replicate", "norm.bias": "replicate"}),
+        (("query.bias",), {"query.bias": Heads(4)}),
+        (
+            ("query", "key", "value", "output", "up", "down"),
+            {"query.weight": "replicate", "down.weight": "replicate"},
+        ),
+    ],
+)
+def test_a_missing_entry_is_answered_by_the_rules_beside_it(
+    lost: tuple[str, ...], right: dict[str, Rule], apart: bool
+) -> None:
+    attention = {"norm": nn.LayerNorm(32), "query": nn.Linear(32, 32), "key": nn.Linear(32, 16)}
+    attention |= {"value": nn.Linear(32, 16), "output": nn.Linear(32, 32)}
+    ahead: dict[str, nn.Module] = {"up": nn.Linear(32, 64), "down": nn.Linear(64, 32)}
+    parts = (
+        {"attention": nn.ModuleDict(attention), "ahead": nn.ModuleDict(ahead)} if apart else attention | ahead
+    )
+    blocks = nn.Sequential(nn.ModuleDict(parts))
+    table = {name: rule for name, rule in PAIRS.items() if not any(f".{part}" in name for part in lost)}
+    with pytest.raises(SpecError) as error:
+        parameter_rules(TableKit(table), blocks)
+    told = " ".join(problem.instead for problem in error.value.problems)
+    for name, rule in right.items():
+        assert f'{name}": {word(rule)}}}' in told
+
+
+def test_a_missing_entry_that_nothing_tells_of_is_replicated() -> None:
+    own = nn.Module()
+    own.weight, own.bias, own.scale = (nn.Parameter(torch.ones(size)) for size in ((2, 2), (2,), ()))
+    own.places, own.up, own.empty = nn.Embedding(4, 2), nn.Linear(2, 4), nn.Linear(2, 3, bias=False)
+    with pytest.raises(SpecError) as error:
+        parameter_rules(TableKit({"up.*": Heads(2)}), own)
+    assert [problem.instead.split("}")[0] for problem in error.value.problems] == [
+        f'{{"{name}": "replicate"' for name in ("weight", "bias", "scale", "places.weight", "empty.weight")
+    ]
+
+
 def test_what_is_said_of_a_parameter_in_every_block_is_said_once() -> None:
     kit = TableKit({"*.weight": "column"})
     with pytest.raises(SpecError) as error:
         parameter_rules(kit, nn.Sequential(*(nn.Linear(2, 2) for _ in range(80))))
     (problem,) = error.value.problems
     assert problem.asked == 'the sharding rule of parameter "0.bias" and 79 more of "*.bias"'
-    assert problem.instead == '{"*.bias": "replicate"} in the model\'s sharding()'
+    assert problem.instead == '{"*.bias": "column"} in the model\'s sharding()'
 
 
 def test_tied_parameters_of_two_rules_in_every_block_are_told_once() -> None:

@@ -125,8 +125,8 @@ class LossModule(nn.Module):
 def parameter_rules(kit: ModelKit, module: nn.Module) -> dict[str, Rule]:
     """The rule of each parameter of `module`, the whole network, by its name; a tied one by its first.
 
-    Raises SpecError naming every parameter that matches no pattern or several, every pattern that matches none, every
-    tied parameter of two rules, every rule that does not exist, and every pattern that is no text.
+    Raises SpecError naming every parameter that matches no pattern or several, and every tied one of two rules, the
+    first of those that are one in every block; every pattern that matches none or is no text; every rule that is none.
     """
     asked = kit.sharding()
     named = list(module.named_parameters(remove_duplicate=False))
@@ -139,21 +139,24 @@ def parameter_rules(kit: ModelKit, module: nn.Module) -> dict[str, Rule]:
     idle = [pattern for pattern in all_patterns if pattern not in used]
     first: dict[int, str] = {}
     rules: dict[str, Rule] = {}
-    faults: list[tuple[str, Problem]] = []
+    lost: list[tuple[str, list[str]]] = []
+    torn: list[tuple[str, Problem]] = []
     for name, parameter in named:
         patterns = matching[name]
         known = first.setdefault(id(parameter), name)
         if known != name and not patterns:
             continue  # the rule of its first name is enough
         if len(patterns) != 1:
-            faults.append((name, _unmatched(name, patterns, table, idle)))
+            lost.append((name, patterns))
         elif patterns[0] not in table:
             continue  # told already
         elif known == name:
             rules[name] = table[patterns[0]]
         elif known in rules and table[patterns[0]] != rules[known]:
-            faults.append((name, _torn(known, rules[known], name, table[patterns[0]])))
-    problems += by_pattern(faults)
+            torn.append((name, _torn(known, rules[known], name, table[patterns[0]])))
+    meant = {pattern: table[pattern] for pattern in idle if pattern in table}
+    found = [(n, _unmatched(n, patterns, meant, _likely(n, module, rules))) for n, patterns in lost]
+    problems += by_pattern(found + torn)
     problems += [_idle(pattern, list(matching)) for pattern in idle]
     if problems:
         raise SpecError(problems)
@@ -211,21 +214,62 @@ def _no_pattern(pattern: object, rule: object) -> Problem:
     )
 
 
-def _unmatched(name: str, matching: list[str], table: dict[str, Rule], idle: list[str]) -> Problem:
+def _unmatched(name: str, matching: list[str], idle: Mapping[str, Rule], likely: Rule) -> Problem:
     if matching:
         found = "patterns " + " and ".join(f'"{pattern}"' for pattern in matching) + " match it"
         instead = "patterns of which exactly one matches"
     else:
         found = "no pattern matches it"
-        meant = get_close_matches(pattern_of(name), [pattern for pattern in idle if pattern in table], n=1)
-        rule: Rule = table[meant[0]] if meant else "replicate"
-        instead = typed({pattern_of(name): rule})
+        meant = get_close_matches(pattern_of(name), idle, n=1)
+        instead = typed({pattern_of(name): idle[meant[0]] if meant else likely})
     return Problem(
         asked=f'the sharding rule of parameter "{name}"',
         found=found,
         why="each parameter needs exactly one rule",
         instead=instead,
     )
+
+
+def _likely(name: str, network: nn.Module, rules: Mapping[str, Rule]) -> Rule:
+    """The rule for a parameter without one, by those of the Linears beside its own; "replicate" where none tells."""
+    owner, _, key = name.rpartition(".")
+    if key == "bias":
+        weight = f"{owner}.weight"
+        rule = rules.get(weight) or _likely(weight, network, rules)
+        return "replicate" if rule == "row" else rule
+    linears = _linears(network, owner.rpartition(".")[0])
+    if name not in linears:
+        return "replicate"
+    names, (outputs, inputs) = list(linears), linears[name]
+    at = names.index(name)
+    rows = [place for place, other in enumerate(names) if rules.get(other) == "row"]
+    begin = max((place + 1 for place in rows if place < at), default=0)
+    end = min((place for place in rows if place > at), default=len(names))
+    summed = linears[names[end]][1] if end < len(names) else 0  # the inputs of the row that ends this pair
+    before, after = names[begin:at], names[at + 1 : end]
+    whole = ("replicate", "vocabulary")
+    cut = {other: rule for other in before + after if (rule := rules.get(other, "replicate")) not in whole}
+    fed = any(linears[other][0] == inputs for other in before if other in cut or other not in rules)
+    later = any(linears[other][1] == inputs for other in after if other not in rules)
+    if cut and fed and not later and summed != inputs:
+        return "row"
+    widths = [linears[other][0] // rule.units for other, rule in cut.items() if isinstance(rule, Heads)]
+    units = [outputs // width for width in widths if width and outputs % width == 0]
+    if units:
+        return Heads(units[0])
+    alone = names[begin:end] == [name] and outputs == summed
+    return "column" if alone or "column" in cut.values() else "replicate"
+
+
+def _linears(network: nn.Module, parent: str) -> dict[str, tuple[int, ...]]:
+    """The weights [outputs, inputs] of the modules right in `parent`, by name, in order."""
+    return {
+        f"{parent}.{child}.weight".removeprefix("."): tuple(weight.shape)
+        for child, module in network.get_submodule(parent).named_children()
+        if (weight := module._parameters.get("weight")) is not None
+        and weight.ndim == 2
+        and not isinstance(module, nn.Embedding)
+    }
 
 
 def _idle(pattern: str, names: list[str]) -> Problem:
