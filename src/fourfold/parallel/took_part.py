@@ -28,7 +28,7 @@ class TookPart:
                 name = first.setdefault(id(parameter), f"{prefix}.{key}" if prefix else key)
                 if parameter.requires_grad:
                     self._names[id(child), key] = name
-        self._trained = sorted(set(self._names.values()))  # the same order on every rank
+        self._trained = list(dict.fromkeys(self._names.values()))  # in the order of the model, on every rank
         owners = {owner for owner, _ in self._names}
         for child in module.modules():
             if id(child) in owners:
