@@ -3,6 +3,7 @@ from __future__ import annotations
 import signal
 
 import pytest
+import torch
 from torch.distributed import DistBackendError, DistStoreError
 
 from fourfold.launch.failure import (
@@ -161,6 +162,9 @@ def test_an_error_in_words_keeps_its_notes_and_drops_gloos_advice():
         RuntimeError(f"{CLOSED}. This is typically caused by a remote worker crashing.")
     ).endswith(":9.")
     assert describe(CheckFailed(Problem("asked", "found", "why", ""))).startswith("asked\n")
+    with pytest.raises(RuntimeError) as raised:
+        torch.nn.Linear(2, 3)(torch.ones(1, 5))
+    assert f"at {__file__}:" in describe(raised.value), "the line that called torch"
 
 
 def test_reports_round_trip_and_older_or_broken_ones_are_passed_over(tmp_path):

@@ -209,6 +209,15 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_there_is() -
     assert far.instead.startswith("leave it out")
 
 
+def test_a_misspelt_pattern_is_answered_with_what_no_pattern_matches() -> None:
+    network = nn.ModuleDict({"q": nn.Linear(2, 2, bias=False), "up": nn.Linear(2, 4, bias=False)})
+    with pytest.raises(SpecError) as error:
+        parameter_rules(TableKit({"q.*": "column", "uq.*": "column"}), network)
+    *_, idle = error.value.problems
+    assert idle.asked == 'sharding rule for "uq.*"'
+    assert idle.instead.startswith('"up.*", or')
+
+
 def test_a_module_in_place_of_its_parameters_is_answered_with_them() -> None:
     kit = TableKit({"0": Heads(2), "1.*": "replicate"})
     with pytest.raises(SpecError) as error:

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold.models.loss import cross_entropy
-from fourfold.models.protocol import BatchLike, Heads, Rule
+from fourfold.models.protocol import BatchLike, Heads, LossModule, Rule
+from fourfold.parallel.apply import parallelize
 from fourfold.spec.errors import FourfoldError
 from fourfold.spec.training import LayoutSpec
 from tests.parallel.one_device import compare, part, spread
@@ -129,6 +130,27 @@ def told(change: dict[str, Rule | None], layout: dict[str, Any], made: dict[str,
     finally:
         logger.removeHandler(handler)
     return "equal" if worst < 1e-12 else f"off by {worst}"
+
+
+def misfit() -> list[str]:
+    """What is raised of a right table where a Linear of the model takes other features than it is given."""
+    raised = []
+    for place, takes in (("blocks.0.down", 2 * WIDTH), ("head", WIDTH + 1), ("blocks.0.query", WIDTH + 8)):
+        kit = Kit({})
+        network = kit.build(0, torch.float64)
+        parent, _, name = place.rpartition(".")
+        linear = network.get_submodule(place)
+        new = nn.Linear(takes, linear.out_features, bias=linear.bias is not None, dtype=torch.float64)
+        setattr(network.get_submodule(parent), name, new)
+        parallel = parallelize(
+            LossModule(kit, network), LayoutSpec(dp_replicate=1, tp=2), torch.device("cpu")
+        )
+        try:
+            with parallel.microbatch(last=True):
+                parallel.module(SimpleNamespace(inputs=torch.zeros(1, 8, dtype=torch.int64)))
+        except Exception as error:
+            raised.append(type(error).__name__)
+    return raised
 
 
 def idle_layer(layout: dict[str, Any], unused: bool) -> str:

@@ -76,6 +76,10 @@ def test_a_table_that_cannot_be_is_told_with_the_entry_to_write(ranks, tp, chang
         assert "Traceback" not in text
 
 
+def test_features_that_do_not_fit_on_one_device_either_are_not_laid_to_the_table(ranks):
+    assert ranks(2).run(table_jobs.misfit) == [["RuntimeError"] * 3] * 2
+
+
 def test_what_torch_logs_is_held_back_only_until_it_is_told_otherwise(caplog):
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     logger.addHandler(caplog.handler)  # torch's loggers do not propagate
@@ -192,7 +196,7 @@ IN_4, IN_8 = (
 )
 def test_heads_of_another_width_than_the_others_are_in_doubt(monkeypatch, error, heads, right):
     monkeypatch.setattr("fourfold.parallel.trail.DTensor", SimpleNamespace)
-    stream = SimpleNamespace(ndim=3, placements=[Replicate()])
+    stream = SimpleNamespace(ndim=3, shape=(2, 4, 32), placements=[Replicate()])
     trail = Trail(4, sequence=False)
     for name, (outputs, units) in heads.items():
         rule: Rule = Heads(units) if units else "column"

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from fourfold.plan.rehearsal import Rehearsal, Traffic, sent_bytes
-from fourfold.plan.run_plan import RunPlan, make_run_plan, with_rehearsal
+from fourfold.plan.run_plan import RunPlan, make_run_plan, with_rehearsal, without_step
 from fourfold.plan.state_bytes import CATEGORIES, INSTANTS
 from fourfold.spec.load import load_spec
 
@@ -33,6 +33,19 @@ def test_four_ranks_and_a_thousand_bytes(kind, sent):
 def test_alone_nothing_is_sent_and_parts_are_rounded_up():
     assert sent_bytes("all-reduce", 1000, 1) == 0
     assert sent_bytes("all-gather", 10, 3) == 7
+
+
+def test_a_model_that_was_built_is_known_and_what_only_a_check_shows_is_told():
+    own = ['model={kind="import", target="a:b"}', "layout.tp=2"]
+    plan = make_run_plan(load_spec("tiny", own), 2, ("test",))
+    assert any("known once it is built" in note for note in plan.notes)
+    held = dict.fromkeys(CATEGORIES, 0) | {"parameters": 308}
+    known = without_step(plan, 77, held, "not rehearsed")
+    assert (known.parameters, known.rank_bytes) == (77, {"after init": held})
+    assert not any("known once it is built" in note for note in known.notes)
+    assert any("only fourfold verify equal shows" in note for note in known.notes)
+    assert known.notes[-1] == "not rehearsed"
+    assert "308 B after init" in str(known)
 
 
 def test_a_rehearsed_plan_tells_what_was_seen():

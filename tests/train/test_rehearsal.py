@@ -6,7 +6,7 @@ import pytest
 
 from fourfold.plan.rehearsal import Rehearsal
 from fourfold.plan.state_bytes import rank_bytes
-from fourfold.spec.errors import CheckFailed, SpecError
+from fourfold.spec.errors import FourfoldError, SpecError
 from fourfold.train.rehearsal import Unreadable, rehearse
 from tests.train import rehearsal_jobs
 
@@ -114,11 +114,14 @@ def test_a_model_that_reads_values_cannot_be_rehearsed_and_that_is_told(tmp_path
     found = rehearse(own(tmp_path, "reads"))
     assert isinstance(found, Unreadable)
     assert "rehearsal_jobs.py:" in found.why
+    assert (found.parameters, found.held["parameters"]) == (256 * 8, 4 * 256 * 8)
 
 
 def test_a_model_that_cannot_be_computed_is_refused_with_the_place(tmp_path):
-    with pytest.raises(CheckFailed, match=r"rehearsal_jobs\.py:\d+"):
+    with pytest.raises(FourfoldError, match=r"rehearsal_jobs\.py:\d+") as refused:
         rehearse(own(tmp_path, "wrong"))
+    assert refused.value.exit_code == 1, "an error of the user's own code, as in a run"
+    assert "in loss" in str(refused.value.__cause__), "its traceback, for --debug"
 
 
 def test_a_sharding_table_that_cuts_nothing_is_refused_as_a_run_would(tmp_path):

@@ -153,7 +153,7 @@ def build_app(verb: str | None = None) -> App:
         help_epilogue=None
         if verb
         else "Help on a verb: fourfold VERB --help. A SPEC is a TOML file or a ready name. "
-        "With --json every verb prints one JSON document, also of what it refuses.",
+        "With --json every verb prints one JSON document, also of what it refuses; --debug shows tracebacks.",
         help_format="plaintext",
         help_formatter=VerbHelp(),
         version=f"fourfold {__version__}",

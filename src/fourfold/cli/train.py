@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from fourfold.cli.output import next_command, print_document, story
 from fourfold.record.aloud import folded
 from fourfold.spec.errors import EXIT_DONE, EXIT_KILLED_BASE, EXIT_STOPPED, Problem, SpecError
+from fourfold.spec.words import counted
 
 if TYPE_CHECKING:
     from fourfold.launch.failure import FailureReport
@@ -102,6 +103,7 @@ def train(
         if going_on is None or not going_on.finished:
             from fourfold.train.rehearsal import foreseen  # it imports torch
 
+            story(f"rehearsing a step of one of {counted(plan.world, 'rank')}, without values")
             plan = foreseen(plan)
         if json:
             print_document(plan.model_dump(mode="json"))

@@ -13,6 +13,7 @@ rank when a peer is gone, so that the cause can only be told from outside.
 
 from __future__ import annotations
 
+import os
 import signal
 import traceback
 from collections.abc import Iterable, Sequence
@@ -141,7 +142,9 @@ def describe(error: BaseException) -> str:
     if not isinstance(error, FourfoldError):
         text = ": ".join(part for part in (type(error).__name__, text) if part)
         if not is_secondary(error) and (frames := traceback.extract_tb(error.__traceback__)):
-            text += f"\n  at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}"
+            inside = f"{os.sep}torch{os.sep}"  # where torch found it says less than which line called it
+            last = next((frame for frame in reversed(frames) if inside not in frame.filename), frames[-1])
+            text += f"\n  at {last.filename}:{last.lineno} in {last.name}"
     return "\n".join([text, *getattr(error, "__notes__", ())])
 
 

@@ -157,7 +157,8 @@ def parameter_rules(kit: ModelKit, module: nn.Module) -> dict[str, Rule]:
     meant = {pattern: table[pattern] for pattern in idle if pattern in table}
     found = [(n, _unmatched(n, patterns, meant, _likely(n, module, rules))) for n, patterns in lost]
     problems += by_pattern(found + torn)
-    problems += [_idle(pattern, list(matching)) for pattern in idle]
+    unmet = [name for name, patterns in lost if not patterns]
+    problems += [_idle(pattern, unmet or list(matching)) for pattern in idle]
     if problems:
         raise SpecError(problems)
     return rules

@@ -77,6 +77,7 @@ class _Ran:
     module: Joined
     plain: bool  # what it took was a plain tensor
     parts: bool  # what it took was cut over the last dim: it may be what a column gave
+    fits: bool  # or is a DTensor of other features than it takes, whatever the table says
 
     @property
     def units(self) -> int:
@@ -94,7 +95,8 @@ class Trail:
     def note(self, module: Joined, taken: object) -> None:
         """`module` begins. Raises SpecError for half a pair under sequence parallel, on every rank alike."""
         parts = isinstance(taken, DTensor) and taken.placements[0].is_shard(taken.ndim - 1)
-        self._ran.append(_Ran(module, not isinstance(taken, DTensor), parts))
+        fits = not (module.matrix and isinstance(taken, DTensor)) or taken.shape[-1] == module.shape[1]
+        self._ran.append(_Ran(module, not isinstance(taken, DTensor), parts, fits))
         if self._sequence and module.matrix and parts != (module.rule == "row"):
             half = _pairs(self._tail())
             if half:
@@ -108,6 +110,8 @@ class Trail:
             return None
         if any(code.co_name == "_engine_run_backward" for code, _ in calls):
             return None  # what ran last is not where it is
+        if self._ran and not self._ran[-1].fits:
+            return None  # one device would say so, too
         tail = self._tail()
         rules = _pairs(tail) or _as_heads(tail, text)
         own = [(code, line) for code, line in calls if not code.co_filename.startswith(_ELSEWHERE)]

@@ -18,7 +18,7 @@ def notes_on(spec: Spec, nproc: int) -> tuple[str, ...]:
         *_nothing_to_shard(spec),
         *_nothing_to_move(spec),
         *_uneven(spec),
-        *_unknown_cut(spec),
+        *unknown_cut(spec),
         *_crowded(spec, nproc),
     )
 
@@ -63,13 +63,19 @@ def _parts(length: int, ranks: int) -> str:
     return " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
 
 
-def _unknown_cut(spec: Spec) -> Iterator[str]:
+def unknown_cut(spec: Spec) -> Iterator[str]:
+    """What is not known of how a user's own model is cut, before it is built."""
     if isinstance(spec.model, ImportSpec) and spec.layout.tp > 1:
         asked = f"whether tp {spec.layout.tp} cuts this model"
         yield (
             f"{asked} is known once it is built: its sharding() says (docs/own_model.md); whether it cuts it right, "
             "only fourfold verify equal shows"
         )
+
+
+def cut_unproved(spec: Spec) -> str:
+    """What is still not known of it once it is built."""
+    return f"tp {spec.layout.tp} cuts this model; whether it cuts it right, only fourfold verify equal shows"
 
 
 def _crowded(spec: Spec, nproc: int) -> Iterator[str]:

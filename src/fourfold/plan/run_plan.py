@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field
 
-from fourfold.plan.notes import notes_on
+from fourfold.plan.notes import cut_unproved, notes_on, unknown_cut
 from fourfold.plan.parameters import CORRECTION, parameter_terms
 from fourfold.plan.rehearsal import Rehearsal, sent_bytes
 from fourfold.plan.state_bytes import INSTANTS, MOMENTS, Category, Instant, element_bytes, rank_bytes
@@ -109,8 +109,21 @@ def with_rehearsal(plan: RunPlan, rehearsal: Rehearsal) -> RunPlan:
             "parameters": rehearsal.parameters,
             "rank_bytes": rehearsal.state,
             "not_predicted": (_OTHERS, "workspaces inside kernels", _TIME),
+            "notes": _once_built(plan),
         }
     )
+
+
+def without_step(plan: RunPlan, parameters: int, held: Mapping[Category, int], note: str) -> RunPlan:
+    """The plan of a model that was built, and whose step could not be rehearsed. held: by rank 0 after init."""
+    known = {"parameters": parameters, "rank_bytes": plan.rank_bytes or {"after init": held}}
+    return plan.model_copy(update=known | {"notes": (*_once_built(plan), note)})
+
+
+def _once_built(plan: RunPlan) -> tuple[str, ...]:
+    """The notes, with what is known of the cut of a user's model now that it was built."""
+    unsure = dict.fromkeys(unknown_cut(plan.spec), cut_unproved(plan.spec))
+    return tuple(unsure.get(note, note) for note in plan.notes)
 
 
 def state_bytes(terms: Mapping[str, int], precision: PrecisionSpec) -> StateBytes:

@@ -6,6 +6,7 @@ cannot be built or computed, what each moment of a step holds, and which collect
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
@@ -36,8 +37,9 @@ from fourfold.parallel.apply import Parallel, is_cut, is_sharded, parallelize
 from fourfold.parallel.narrow import loss_module
 from fourfold.parallel.offload import MappedMoments
 from fourfold.plan.rehearsal import Rehearsal
-from fourfold.plan.run_plan import RunPlan, with_rehearsal
-from fourfold.spec.errors import CheckFailed, FourfoldError, Problem, RankFailed
+from fourfold.plan.run_plan import RunPlan, with_rehearsal, without_step
+from fourfold.plan.state_bytes import Category
+from fourfold.spec.errors import EXIT_CHECK_FAILED, CheckFailed, FourfoldError, Problem, RankFailed
 from fourfold.spec.grid import Grid
 from fourfold.spec.model import ImportSpec
 from fourfold.spec.spec import Spec
@@ -54,9 +56,14 @@ _LONGEST_S = 3600.0  # a model of many thousand operations takes minutes
 
 
 class Unreadable(NamedTuple):
-    """Why a step could not be rehearsed, though it may well run: it reads values."""
+    """Why a step could not be rehearsed, though it may well run: it reads values. What was seen before stands beside.
+
+    parameters: of the whole model. held: what rank 0 has after init.
+    """
 
     why: str
+    parameters: int
+    held: Mapping[Category, int]
 
 
 def foreseen(plan: RunPlan) -> RunPlan:
@@ -65,7 +72,7 @@ def foreseen(plan: RunPlan) -> RunPlan:
     if isinstance(found, Rehearsal):
         return with_rehearsal(plan, found)
     note = f"not rehearsed, though it may well run: {found.why}"
-    return plan.model_copy(update={"notes": (*plan.notes, note)})
+    return without_step(plan, found.parameters, found.held, note)
 
 
 def rehearse(spec: Spec) -> Rehearsal | Unreadable:
@@ -79,8 +86,11 @@ def rehearse(spec: Spec) -> Rehearsal | Unreadable:
         except RankFailed as error:
             refused = error.refusal()
             if refused is None and error.told:
-                refused = CheckFailed(error.told)
-            raise error if refused is None else refused from None
+                kind = CheckFailed if error.exit_code == EXIT_CHECK_FAILED else FourfoldError
+                refused = kind(error.told)
+            if refused is None:
+                raise
+            raise refused from error  # --debug shows what is behind it
 
 
 def rehearse_here(spec: Spec) -> Rehearsal | Unreadable:
@@ -88,6 +98,7 @@ def rehearse_here(spec: Spec) -> Rehearsal | Unreadable:
     os.dup2(2, 1)  # stdout is the result's: a user's model may print
     _as_eager()
     warnings.simplefilter("ignore")  # of what is only rehearsed
+    logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # it logs what is raised, too
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=Grid.of(spec.layout).world)
@@ -95,16 +106,10 @@ def rehearse_here(spec: Spec) -> Rehearsal | Unreadable:
         return _rehearsed(spec)
     except FourfoldError:
         raise
-    except (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        UnsupportedOperatorException,
-    ) as error:
-        return Unreadable(f"{_place(error)} reads values, or has no shape without them ({_first(error)})")
     except Exception as error:
         if not isinstance(spec.model, ImportSpec):
             raise
-        raise CheckFailed(
+        raise FourfoldError(
             Problem(
                 asked=f'a step of model.target = "{spec.model.target}", rehearsed without values',
                 found=f"{type(error).__name__}: {_first(error)} ({_place(error)})",
@@ -124,13 +129,21 @@ def _as_eager() -> None:
             setattr(module, "_are_we_tracing", lambda: False)  # noqa: B010  # mypy knows no such name
 
 
-def _rehearsed(spec: Spec) -> Rehearsal:
+def _rehearsed(spec: Spec) -> Rehearsal | Unreadable:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     live, collectives = LiveBytes(), Collectives()
     training, parameters = _built(spec, mode, live)
     watch = Watch(training, live, collectives)
-    with mode, AsReal(), live, collectives:  # type: ignore[no-untyped-call]
-        watch.run()
+    try:
+        with mode, AsReal(), live, collectives:  # type: ignore[no-untyped-call]
+            watch.run()
+    except (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedOperatorException,
+    ) as error:
+        why = f"{_place(error)} reads values, or has no shape without them ({_first(error)})"
+        return Unreadable(why, parameters, watch.at["after init"])
     return watch.told(parameters)
 
 

@@ -32,7 +32,7 @@ class Watch:
     training: Training
     live: LiveBytes
     collectives: Collectives
-    _at: dict[Instant, Mapping[Category, int]] = field(default_factory=dict)
+    at: dict[Instant, Mapping[Category, int]] = field(default_factory=dict)
     _activations: int = 0
     _peak: int = 0
     _peak_phase: str = ""
@@ -58,7 +58,7 @@ class Watch:
         return Rehearsal(
             rank=0,
             parameters=parameters,
-            state=self._at,
+            state=self.at,
             activations_bytes=self._activations,
             peak_bytes=self._peak,
             peak_phase=self._peak_phase,
@@ -68,7 +68,7 @@ class Watch:
         )
 
     def _see(self, instant: Instant) -> None:
-        self._at[instant] = self._held()
+        self.at[instant] = self._held()
 
     def _begin(self, number: int) -> None:
         self.collectives.found.clear()
