@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -42,11 +43,14 @@ def real(sets: tuple[str, ...], source: str = "tiny") -> tuple[tuple[Traffic, ..
             accumulate(training, mocks, agree_totals(training, mocks, False))
             clip(training)
             update(training, step)
+        gc.collect()  # and not in mid-step: cycles of objects hold tensors until then, in a rehearsal too
+        gc.disable()
         live.begin()
         with collectives:
             accumulate(training, mocks, agree_totals(training, mocks, False))
             clip(training)
             update(training, STEPS - 1)
+        gc.enable()
     return traffic_of(collectives.found, training.parallel.grid, dist.get_rank()), live.most
 
 
