@@ -7,15 +7,14 @@ reduce-scatter's input.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from fourfold.collectives.operations import Operations
 
 Kind = Literal[
     "all-reduce",
@@ -81,7 +80,7 @@ class Seen(NamedTuple):
     whole_bytes: int
 
 
-class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Collectives(Operations):
     """While it is entered, every collective of this process and thread is counted, and those of backwards in it.
 
     found: how often each was asked for. each: for how many a collective stands just now; 1, unless it is changed.
@@ -92,20 +91,13 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.found: Counter[Seen] = Counter()
         self.each = 1
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its own dispatch comes first; what that asks for comes back here
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Operations.run`."""
         if func.namespace in _NAMESPACES:
             seen = _seen(func, args)
             if seen is not None:
                 self.found[seen] += self.each
-        return func(*args, **(kwargs or {}))
+        return super().run(func, args, kwargs)
 
 
 def _seen(func: Any, args: tuple[Any, ...]) -> Seen | None:

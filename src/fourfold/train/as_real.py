@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from fourfold.collectives.operations import Operations
 
 _aten = torch.ops.aten
 _INDEXED = {
@@ -21,21 +21,14 @@ _INDEXED = {
 }
 
 
-class AsReal(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class AsReal(Operations):
     """While it is entered, a collective that is waited for gives no second tensor, and masks pick all that they can.
 
     What a mask picks (targets that are valid) has no length without values: it is as much as it can be at most.
     """
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Operations.run`."""
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return _aten.alias(args[0])
         if func in _INDEXED:
@@ -45,7 +38,7 @@ class AsReal(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].new_empty(both.numel())
         elif func is _aten.nonzero.default:
             return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
-        return func(*args, **(kwargs or {}))
+        return super().run(func, args, kwargs)
 
 
 def _picking_all(indices: Sequence[Tensor | None]) -> list[Tensor | None]:

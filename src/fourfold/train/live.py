@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Self
 
 from torch import Tensor, UntypedStorage
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fourfold.collectives.operations import Operations
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+
+class LiveBytes(Operations):
     """While it is entered, every tensor that an operation gives is counted until its storage is gone or emptied.
 
     now, most: bytes alive, and the most there were since `begin`. at: the number of the operation, since `begin`, after
@@ -57,16 +57,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._patched.close()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its own dispatch comes first; what that does comes back here
-        result = func(*args, **(kwargs or {}))
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Operations.run`."""
+        result = super().run(func, args, kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._know(leaf)
