@@ -18,14 +18,8 @@ from fourfold.train.rehearsed_step import traffic_of
 from fourfold.train.setup import open_training
 from fourfold.train.step import accumulate, agree_totals, clip, update
 from fourfold.verify.here import joined_here
+from tests.parallel.memory_jobs import TINY
 
-TINY = (
-    "model.layers=3",
-    "model.width=32",
-    "model.vocabulary=257",
-    "data.sequence=16",
-    "optimizer.warmup_steps=0",
-)
 STEPS = 3  # the last one is watched
 
 

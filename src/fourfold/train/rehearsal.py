@@ -28,7 +28,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fourfold.collectives.count import Collectives
 from fourfold.data.blank import blank_sources
-from fourfold.data.loader import Loader
 from fourfold.launch.pool import RankPool
 from fourfold.launch.rank import Joined, Rank
 from fourfold.models.protocol import BoxedKit, ModelKit
@@ -45,11 +44,9 @@ from fourfold.spec.model import ImportSpec
 from fourfold.spec.spec import Spec
 from fourfold.train.as_real import AsReal
 from fourfold.train.live import LiveBytes
-from fourfold.train.optimizer import Optimizer
 from fourfold.train.precision import parameter_dtype, require_device
 from fourfold.train.rehearsed_step import Watch
-from fourfold.train.scaler import LossScale
-from fourfold.train.setup import Training, batch_schedule
+from fourfold.train.setup import Training, assembled, no_beat
 
 _CPU = torch.device("cpu")
 _LONGEST_S = 3600.0  # a model of many thousand operations takes minutes
@@ -78,7 +75,8 @@ def foreseen(plan: RunPlan) -> RunPlan:
 def rehearse(spec: Spec) -> Rehearsal | Unreadable:
     """Rehearse a step of rank 0 of the settled `spec`, in a process of its own; nothing is written.
 
-    Raises what a real rank would raise of the model, its sharding table and its shapes: SpecError, CheckFailed.
+    Raises what a rank would raise of the model and its sharding table, SpecError or CheckFailed; FourfoldError, exit
+    code 1, for an error of the user's own code; RankFailed where the process was gone.
     """
     with RankPool(1, timeout_s=_LONGEST_S) as pool:
         try:
@@ -164,27 +162,11 @@ def _built(spec: Spec, mode: FakeTensorMode, live: LiveBytes) -> tuple[Training,
         else:
             _remake(module, lambda tensor: torch.empty_like(tensor, device=_CPU))
             parallel = parallelize(module, layout, _CPU, spec.precision)
-        on_disk = layout.offload == "disk"
-        named = dict(network.named_parameters())
-        optimizer = Optimizer(named, spec.optimizer, _unmapped if on_disk else None)
-        if on_disk:
-            live.elsewhere(optimizer.tensors[0])
-    sources = blank_sources(spec)
-    schedule = batch_schedule(spec, len(sources.train), parallel.degree)
-    training = Training(
-        spec,
-        Joined(Rank(0, 0, parallel.grid.world, parallel.grid.world), FakeStore(), _CPU),
-        kit,
-        network,
-        module,
-        parallel,
-        optimizer,
-        LossScale(spec.precision),
-        sources,
-        schedule,
-        Loader(sources.train, schedule, parallel.dp_rank, spec.run.seed),
-        {},
-    )
+        room = _unmapped if layout.offload == "disk" else None
+        joined = Joined(Rank(0, 0, parallel.grid.world, parallel.grid.world), FakeStore(), _CPU)
+        training = assembled(spec, joined, kit, module, parallel, blank_sources(spec), room, {}, no_beat)
+        if room is not None:
+            live.elsewhere(training.optimizer.tensors[0])
     return training, parameters
 
 

@@ -150,5 +150,6 @@ def traffic_of(found: Mapping[Seen, int], grid: Grid, rank: int = 0) -> tuple[Tr
 
 
 def _axis(ranks: Sequence[int], grid: Grid, rank: int) -> str:
-    """The first name of the ranks that `rank` meets there."""
-    return next(name for name in (*AXES, *PRODUCTS) if grid.group_of(rank, name) == tuple(ranks))
+    """The first name of the ranks that `rank` meets there; a user's model may have a group of its own."""
+    names = (name for name in (*AXES, *PRODUCTS) if grid.group_of(rank, name) == tuple(ranks))
+    return next(names, "a group of the model's own")

@@ -39,6 +39,10 @@ class Beat(Protocol):
     def __call__(self, step: int, phase: str, patient: bool = False) -> None: ...
 
 
+Room = Callable[[Mapping[str, Tensor]], MappedMoments]
+"""Makes room on disk for the moments of what is held, by name."""
+
+
 def no_beat(step: int, phase: str, patient: bool = False) -> None:
     """Nobody watches: no pulse is kept."""
 
@@ -98,9 +102,7 @@ def batch_schedule(spec: Spec, samples: int, degree: int) -> BatchSchedule:
     )
 
 
-def _room_on_disk(
-    spec: Spec, joined: Joined, scratch: Path | None
-) -> Callable[[Mapping[str, Tensor]], MappedMoments]:
+def _room_on_disk(spec: Spec, joined: Joined, scratch: Path | None) -> Room:
     asked = spec.layout.offload_dir
     folder = Path(os.path.expanduser(asked)) if asked is not None else scratch or Path(gettempdir())
     return lambda held: MappedMoments(held, partial(mapped, folder, joined.rank.rank))
@@ -139,35 +141,52 @@ def open_training(
         module = loss_module(kit, kit.build(seed, dtype), spec.precision, held)
         census |= check_parameters(module.module)
         parallel = parallelize(module, spec.layout, joined.device, spec.precision)
-    model = module.module
     settle_products(spec.precision)  # after what a user's model may set when it is built
     seed_streams(seed, joined.rank.rank)
     room = _room_on_disk(spec, joined, scratch) if spec.layout.offload == "disk" else None
-    optimizer = Optimizer(dict(model.named_parameters()), spec.optimizer, room)
-    schedule = batch_schedule(spec, len(sources.train), parallel.degree)
-    loader = Loader(
-        sources.train,
-        schedule,
-        parallel.dp_rank,
-        spec.run.seed,
-        workers=spec.data.workers,
-        transforms=spec.data.transforms,
-    )
+    training = assembled(spec, joined, kit, module, parallel, sources, room, census, beat)
     try:
-        yield Training(
-            spec,
-            joined,
-            kit,
-            model,
-            module,
-            parallel,
-            optimizer,
-            LossScale(spec.precision),
-            sources,
-            schedule,
-            loader,
-            census,
-            beat,
-        )
+        yield training
     finally:
-        loader.close()
+        training.loader.close()
+
+
+def assembled(
+    spec: Spec,
+    joined: Joined,
+    kit: ModelKit,
+    module: LossModule,
+    parallel: Parallel,
+    sources: Sources,
+    room: Room | None,
+    census: dict[str, str],
+    beat: Beat,
+) -> Training:
+    """The optimizer, the loader and the rest around a `module` that is spread. room: of moments on disk.
+
+    Collectives: none. Raises DataError where moments have no room, SpecError for a transform that does not fit.
+    """
+    model = module.module
+    schedule = batch_schedule(spec, len(sources.train), parallel.degree)
+    return Training(
+        spec,
+        joined,
+        kit,
+        model,
+        module,
+        parallel,
+        Optimizer(dict(model.named_parameters()), spec.optimizer, room),
+        LossScale(spec.precision),
+        sources,
+        schedule,
+        Loader(
+            sources.train,
+            schedule,
+            parallel.dp_rank,
+            spec.run.seed,
+            workers=spec.data.workers,
+            transforms=spec.data.transforms,
+        ),
+        census,
+        beat,
+    )
