@@ -25,18 +25,22 @@ def test_four_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = run(capsys, "tiny --world 4")
     assert out.startswith(
         """\
-tiny on 4 ranks: 17 layouts
+tiny on 4 ranks: 36 layouts
 
-dp_replicate  dp_shard  tp  zero   sp      layouts
-4             1         1   0      no      1
-2             2         1   1 2 3  no      3
-1             4         1   1 2 3  no      3
-2             1         2   0      no yes  2
-1             2         2   1 2 3  no yes  6
-1             1         4   0      no yes  2
+dp_replicate  dp_shard  cp  tp  zero     sp      layouts
+4             1         1   1   0        no      1
+2             2         1   1   1 2 3    no      3
+1             4         1   1   1 2 3    no      3
+2             1         1   2   0        no yes  2
+1             2         1   2   1 2 3    no yes  6
+1             1         1   4   0        no yes  2
+2             1         2   1   0 1 2 3  no      4
+1             2         2   1   1 2 3    no      3
+1             1         2   2   0 1 2 3  no yes  8
+1             1         4   1   0 1 2 3  no      4
 
 refused               layouts  because
-dp_shard > 1, zero 0  11       [mathematics] ranks to shard over, and nothing
+dp_shard > 1, zero 0  14       [mathematics] ranks to shard over, and nothing
 """
     )
     assert "pp > 1                22       [not built] pipeline parallel" in out
@@ -44,7 +48,7 @@ dp_shard > 1, zero 0  11       [mathematics] ranks to shard over, and nothing
 
 
 @pytest.mark.parametrize(
-    ("setting", "count"), [("layout.tp=3", 17), ("layout.wrap=2", 12), ("layout.offload=cpu", 12)]
+    ("setting", "count"), [("layout.tp=3", 36), ("layout.wrap=2", 27), ("layout.offload=cpu", 27)]
 )
 def test_the_specs_own_layout_refuses_nothing(
     capsys: pytest.CaptureFixture[str], setting: str, count: int
@@ -60,7 +64,7 @@ def test_an_imported_model_has_the_last_word(capsys: pytest.CaptureFixture[str])
 
 def test_settings_count_and_come_next(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = run(capsys, "tiny --world 2 --set model.ffn_width=65 --set layout.zero=3")
-    assert out.startswith("tiny on 2 ranks: 4 layouts\n")
+    assert out.startswith("tiny on 2 ranks: 8 layouts\n")
     assert "65 hidden features" in out
     assert err.endswith("--world 2 --set model.ffn_width=65 --set layout.zero=3 --all\n")
 
@@ -82,7 +86,7 @@ def test_none(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(run(capsys, "tiny --world 8 --json")[0])
     assert document["schema"] == "fourfold.layout.list/1"
-    assert (document["source"], document["world"], document["count"]) == ("tiny", 8, 32)
+    assert (document["source"], document["world"], document["count"]) == ("tiny", 8, 83)
     listed = layouts(load_spec("tiny").spec, 8)
     assert [LayoutSpec.model_validate(each) for each in document["layouts"]] == list(listed.legal)
     tp_8 = next(each for each in document["refused"] if each["family"] == "tp 8")

@@ -90,7 +90,7 @@ def test_every_layout_is_a_table_of_its_own(spec, capsys, monkeypatch):
                 {"verdict": "pass", "worst_relative": 2e-15, "seconds": 1.25, "words": "tp 2"},
                 {"verdict": "fail", "worst_relative": 0.5, "seconds": 2.0, "words": "tp 2, sp"},
             ],
-            "refused": [{"family": "cp 2", "rule": "layout.cp not trained yet"}],
+            "refused": [{"family": "pp 2", "rule": "layout.pp not trained yet"}],
             "findings": [{**finding, "claim": "tp 2", "measured": "worst 2e-15"}, bad],
         }
 
@@ -99,7 +99,7 @@ def test_every_layout_is_a_table_of_its_own(spec, capsys, monkeypatch):
     printed = capsys.readouterr()
     assert "pass     2e-15  1.2      tp 2\nfail     0.5    2.0      tp 2, sp" in printed.out
     assert "tp 2, sp: norm of global norm" in printed.out and "tp 2: worst" not in printed.out
-    assert "refused: cp 2 (layout.cp not trained yet)" in printed.err and "next: one" in printed.err
+    assert "refused: pp 2 (layout.pp not trained yet)" in printed.err and "next: one" in printed.err
     assert asked["steps"] == 3
     assert asked["command"] == f"fourfold verify equal {spec} --world 2 --steps 3 --all --set run.seed=3"
     alone = asked["repeat"](("layout.tp=2",))

@@ -305,7 +305,8 @@ def test_the_page_shows_code_that_runs(vectors: Callable[..., Batch]) -> None:
 def test_the_pages_table_has_rules_that_there_are() -> None:
     page = (Path(__file__).parents[2] / "docs" / "own_model.md").read_text()
     names: dict[str, Any] = {}
-    exec(page.split("```python\n")[2].split("```")[0], names)
+    (code,) = (block for block in page.split("```python\n")[1:] if "def sharding" in block)
+    exec(code.split("```")[0], names)
     table = names["sharding"](None)
     assert {rule for rule in table.values() if isinstance(rule, str)} == {
         *("vocabulary", "replicate", "row", "column")

@@ -109,7 +109,7 @@ def test_what_is_not_known_is_none():
     asked = ("data.inputs=3", "data.outputs=1", 'data.task="regression"')
     assert rank_bytes(spec(2, own, *asked), 0) is None
     assert parts_of(spec(2, own, *asked), 0) is None
-    assert rank_bytes(spec(2, "layout.cp=2"), 0) is None
+    assert rank_bytes(spec(2, "layout.pp=2"), 0) is None
 
 
 @given(

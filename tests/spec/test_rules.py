@@ -75,6 +75,17 @@ BROKEN: list[tuple[str, Sequence[str]]] = [
     ("sp needs tp", ["layout.sp=true", "model.ffn_width=66"]),
     ("sp needs tokens", [*MLP, "layout.tp=2", "layout.sp=true"]),
     ("sp needs tokens", [*VECTORS, "layout.tp=2", "layout.sp=true"]),
+    ("cp needs tokens", [*MLP, "layout.cp=2"]),
+    ("cp needs tokens", [*VECTORS, "layout.cp=2"]),
+    ("cp cuts the sequence", ["layout.cp=3"]),
+    ("cp cuts the sequence", ["layout.cp=2", "data.sequence=126"]),
+    ("cp cuts the sequence", ["layout.cp=2", "data.sequence=1"]),
+    ("ulysses cuts the heads", ["layout.cp=8", "layout.cp_method=ulysses"]),
+    ("ulysses cuts the heads", ["layout.cp=4", "layout.tp=2", "layout.cp_method=ulysses"]),
+    (
+        "ulysses cuts the heads",
+        ["model.heads=12", "model.kv_heads=6", "model.width=96", "layout.cp=4", "layout.cp_method=ulysses"],
+    ),
     ("ep needs experts", ["layout.ep=2"]),
     ("ep needs experts", [MOE, "layout.ep=4"]),
     ("tp keeps heads whole", ["layout.tp=3"]),
@@ -107,7 +118,6 @@ BROKEN: list[tuple[str, Sequence[str]]] = [
     ("tensors by their whole names", ['checkpoint.allow_missing=["optimizer.", "model.a"]']),
     ("tensors by their whole names", ['checkpoint.allow_surplus=["rank0.torch"]']),
     ("layout.pp not trained yet", ["layout.pp=2"]),
-    ("layout.cp not trained yet", ["layout.cp=2"]),
     ("layout.ep not trained yet", [MOE, "layout.ep=2"]),
     ("model.moe not trained yet", [MOE]),
     ("model.mla not trained yet", [NO_KV, MLA]),
@@ -139,6 +149,9 @@ LEGAL: list[Sequence[str]] = [
     [*VECTORS, "layout.tp=7"],  # known once it is built
     ["layout.zero=1", "layout.dp_replicate=1"],  # of one rank: nothing to do, and no harm
     ["layout.zero=1", "layout.dp_replicate=2", "layout.cp=2"],  # zero shards over cp, too
+    ["layout.cp=2", "data.sequence=4"],
+    ["layout.cp=4", "layout.cp_method=ulysses"],  # four heads; two key/value heads, each on two ranks
+    ["layout.cp=64", "layout.cp_method=ring"],
     ["layout.zero=2", "layout.wrap=4", "layout.offload=cpu"],
     ["layout.zero=3", "layout.wrap=2", "layout.prefetch=2", "layout.offload=disk", "layout.offload_dir=x"],
     ["layout.zero=1", "layout.wrap=model", "layout.offload=disk"],
@@ -207,13 +220,13 @@ def test_train_asks_more_than_always() -> None:
 
 
 def test_all_at_once() -> None:
-    spec = spec_of("model.kv_heads=3", "layout.sp=true", "run.exact=true", "layout.cp=2")
+    spec = spec_of("model.kv_heads=3", "layout.sp=true", "run.exact=true", "layout.pp=2")
     with pytest.raises(SpecError) as caught:
         require(spec)
     assert [problem.asked.split(" = ")[0] for problem in caught.value.problems] == [
         "model.kv_heads",
         "layout.sp",
-        "train with layout.cp",
+        "train with layout.pp",
         "train with run.exact",
     ]
 

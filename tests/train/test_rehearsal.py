@@ -28,6 +28,9 @@ MORE = [
     ("layout.zero=3", "layout.tp=2", "batch.micro_batch=1"),
     ("layout.tp=2", "layout.offload=disk"),
     ("layout.tp=4", "layout.sp=true", "model.kv_heads=1"),
+    ("layout.cp=2", "layout.zero=3"),
+    ("layout.cp=2", "layout.cp_method=ring", "layout.tp=2", "layout.sp=true"),
+    ("layout.cp=4", "layout.cp_method=ulysses"),
     (
         'model={kind="mlp", inputs=5, hidden=7, layers=3}',
         'data={kind="synthetic", samples=40}',

@@ -109,8 +109,8 @@ def test_requests_that_cannot_be_judged(small, tmp_path):
         verify_equal(small(), 2, steps=0, out=tmp_path)
     with pytest.raises(SpecError):
         verify_equal(small(), 3, out=tmp_path)  # 8 samples do not divide over 3 ranks
-    with pytest.raises(SpecError, match="cp"):
-        verify_equal(small("layout.cp=2"), 2, out=tmp_path)
+    with pytest.raises(SpecError, match="pp"):
+        verify_equal(small("layout.pp=2"), 2, out=tmp_path)
     assert list(tmp_path.iterdir()) == [], "nothing was written"
 
 

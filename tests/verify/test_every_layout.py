@@ -41,14 +41,21 @@ def of_every_axis(spec_file, tmp_path, capsys):
 
 def test_each_axis_alone_on_two_ranks(of_every_axis, tmp_path, capsys):
     code, document, told = of_every_axis
-    assert (code, document["verdict"], document["count"]) == (0, "pass", 6)
+    assert (code, document["verdict"], document["count"]) == (0, "pass", 10)
     assert (document["schema"], document["world"], document["steps"]) == ("fourfold.verify.equal/1", 2, 3)
     assert 0.0 < document["worst_relative"] < GRADIENT_TOLERANCE
     names = {layout["words"] for layout in document["layouts"]}
-    assert names == {"dp_replicate 2", *(f"dp_shard 2, zero {z}" for z in (1, 2, 3)), "tp 2", "tp 2, sp"}
+    assert names == {
+        "dp_replicate 2",
+        *(f"dp_shard 2, zero {z}" for z in (1, 2, 3)),
+        "tp 2",
+        "tp 2, sp",
+        "cp 2",
+        *(f"cp 2, zero {z}" for z in (1, 2, 3)),
+    }
     assert all(layout["seconds"] > 0.0 and layout["accumulation"] == 2 for layout in document["layouts"])
     assert {refused["family"] for refused in document["refused"]} >= {"dp_shard 2, zero 0"}
-    assert "[6/6] " in told and "pass, worst" in told
+    assert "[10/10] " in told and "pass, worst" in told
     for forced in (
         "data.sequence 64 -> 32",
         "frozen",
@@ -229,5 +236,5 @@ def test_every_layout_of_tiny(tmp_path, world):
         file=sys.__stdout__,
     )
     assert document["verdict"] == "pass", [one["failed"] for one in document["layouts"] if one["failed"]]
-    assert document["count"] == {2: 6, 4: 17, 8: 32}[world]
+    assert document["count"] == {2: 10, 4: 36, 8: 83}[world]
     assert document["worst_relative"] <= GRADIENT_TOLERANCE

@@ -60,8 +60,11 @@ def list_layouts(
         print_document(document(spec, world, listed))
         return 0
     print("\n".join([*legal_lines(loaded.spec.name, world, listed), *refused_lines(listed.refused)]))
-    if isinstance(loaded.spec.model, ImportSpec) and any(layout.tp > 1 for layout in listed.legal):
+    if isinstance(loaded.spec.model, ImportSpec) and any(
+        layout.tp * layout.cp > 1 for layout in listed.legal
+    ):
         story("note: what tp can cut of an imported model is known once it is built: its sharding() says")
+        story("note: whether it can be cut over cp shows in its first forward: it attends by batch.context")
     settings = "".join(f" --set {quote(setting)}" for setting in set_)
     if listed.legal:
         next_command(f"fourfold verify equal {quote(spec)} --world {world}{settings} --all")

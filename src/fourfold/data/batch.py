@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from fourfold.collectives.context import Context
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -23,6 +25,8 @@ class Batch:
     rows       int64 [B]: the row's place in the global batch (the logical index of its randomness)
     seed, step, epoch: of the run; a step counts from 0 here
     processed, nonpadding: tokens (or vectors) in the arrays, and those that are not padding
+    context    None: all tokens of each row are here. Else inputs, targets and valid are those of a part of each row,
+               [B, t], and it says which; documents are those of the whole row
     """
 
     inputs: Tensor
@@ -36,6 +40,13 @@ class Batch:
     epoch: int
     processed: int
     nonpadding: int
+    context: Context | None = None
+
+    def part(self, context: Context) -> Batch:
+        """Of each row the tokens that are at `context`."""
+        assert self.context is None and self.documents is not None, "whole rows of tokens"
+        inputs, targets, valid = (context.here(whole, 1) for whole in (self.inputs, self.targets, self.valid))
+        return replace(self, inputs=inputs, targets=targets, valid=valid, context=context)
 
     def valid_count(self) -> int:
         """Targets that carry loss (reads the host copy; call it before moving to a device)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from itertools import cycle, islice
 
@@ -20,6 +20,8 @@ from fourfold.data.transforms import make_transforms
 from fourfold.data.worker import Worker
 from fourfold.spec.data import TransformSpec
 
+Own = Callable[[Batch], Batch]
+
 _AHEAD = 2  # microbatches that each worker is asked for before they are needed
 
 
@@ -27,7 +29,7 @@ class Loader:
     """The training batches of one data-parallel rank.
 
     workers: processes that compute microbatches ahead; they start with the first step and stay until `close`.
-    transforms: as in the Spec; they apply to training samples only.
+    transforms: as in the Spec; they apply to training samples only. own: what this rank takes of a microbatch.
     Raises SpecError for a transform that does not fit the data.
     """
 
@@ -39,7 +41,9 @@ class Loader:
         seed: int,
         workers: int = 0,
         transforms: Sequence[TransformSpec] = (),
+        own: Own = lambda batch: batch,
     ) -> None:
+        self._own = own
         self._microbatches = Microbatches(
             source, schedule, dp_rank, seed, make_transforms(transforms, source.vocabulary)
         )
@@ -115,7 +119,7 @@ class Loader:
         self._started[:] = [worker for worker in self._started if worker not in workers]
 
     def _batch(self, microbatch: Microbatch) -> Batch:
-        return _batch(microbatch, self._microbatches.seed)
+        return self._own(_batch(microbatch, self._microbatches.seed))
 
 
 def validation_length(source: Source, micro_batch: int, degree: int, limit: int | None = None) -> int:
@@ -125,7 +129,13 @@ def validation_length(source: Source, micro_batch: int, degree: int, limit: int 
 
 
 def validation_batches(
-    source: Source, micro_batch: int, degree: int, dp_rank: int, seed: int, limit: int | None = None
+    source: Source,
+    micro_batch: int,
+    degree: int,
+    dp_rank: int,
+    seed: int,
+    limit: int | None = None,
+    own: Own = lambda batch: batch,
 ) -> Iterator[Batch]:
     """One rank's share of a pass over the validation samples: over all ranks each comes exactly once.
 
@@ -140,7 +150,7 @@ def validation_batches(
         ids = np.full(micro_batch, FILLER, dtype=np.int64)
         ids[rows < samples] = order.ids(0, rows[rows < samples])
         taken = [None if sample_id < 0 else source.sample(sample_id) for sample_id in ids.tolist()]
-        yield _batch(stacked(source, taken, ids, rows, step=number, epoch=0), seed)
+        yield own(_batch(stacked(source, taken, ids, rows, step=number, epoch=0), seed))
 
 
 def _batch(made: Microbatch, seed: int) -> Batch:

@@ -5,6 +5,7 @@ Letters: B rows, T tokens, H query heads, K key/value heads, D features of a hea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +22,12 @@ _APART = 1e30  # taken off a score across documents: exp() of it is exactly 0 in
 class Shared:
     """Made once per forward and read by every layer.
 
-    mask   added to the scores, [B, 1, T, T]; None = causal, documents attending across
-    turns  rotary turns, complex [T, 1, D/2]; None = no rotary positions
-    draws  of dropout; None = no dropout
+    attend  (query [B, H, T, D], key and value [B, K, T, D]) -> [B, H, T, D]
+    turns   rotary turns, complex [T, 1, D/2]; None = no rotary positions
+    draws   of dropout; None = no dropout
     """
 
-    mask: Tensor | None
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     turns: Tensor | None
     draws: Draws | None
 
@@ -80,6 +81,20 @@ class Cached:
         return self._made[key]
 
 
+def mask_between(documents: Tensor | None, rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `Cached.mask`, for the tokens at `rows` that look at those at `columns`: [B or 1, 1, rows, columns].
+
+    documents  None: a token sees every earlier one. rows, columns: int64 places, on its device
+    """
+    later = columns[None, :] > rows[:, None]
+    causal = torch.zeros(later.shape, device=rows.device).masked_fill_(later, float("-inf"))
+    if documents is None:
+        return causal[None, None].to(dtype)
+    number = documents.float()
+    apart = (number[:, None, rows, None] - number[:, None, None, columns]).square_()
+    return torch.sub(causal, apart, alpha=_APART).to(dtype)
+
+
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
     """Neighbouring features (2d, 2d+1) of each head turned by its token's place: [B, T, H, D], in fp32 or wider."""
     wide = x if x.dtype == torch.float64 else x.float()
@@ -87,15 +102,25 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
 
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention by torch's fused kernel: query [B, H, t, D], key and value [B, K, T, D] -> [B, H, t, D].
+
+    mask  added to the scores, [B, 1, t, T]; None = causal. Fewer key/value heads than query heads are shared by equal
+    groups of those (Ainslie et al., arXiv 2305.13245).
+    """
+    grouped = key.shape[1] != query.shape[1]
+    causal = mask is None
+    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=grouped)
+
+
 class Attention(nn.Module):
-    """Causal grouped-query attention (Ainslie et al., arXiv 2305.13245) by torch's fused kernel."""
+    """Causal grouped-query attention; `Shared` has its kernel."""
 
     def __init__(
         self, name: str, width: int, heads: int, kv_heads: int, head_width: int, biases: bool, dropout: float
     ) -> None:
         super().__init__()
         self.head_width = head_width
-        self.grouped = kv_heads != heads
         self.dropout = dropout
         self.output_name = f"{name}.output"
         self.query = Linear(width, heads * head_width, bias=biases)
@@ -109,12 +134,5 @@ class Attention(nn.Module):
         query, key, value = (project(x).view(heads) for project in (self.query, self.key, self.value))
         if shared.turns is not None:
             query, key = rotate(query, shared.turns), rotate(key, shared.turns)
-        mixed = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=shared.mask,
-            is_causal=shared.mask is None,
-            enable_gqa=self.grouped,
-        )
+        mixed = shared.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         return shared.dropout(self.output(mixed.transpose(1, 2).flatten(2)), self.dropout, self.output_name)

@@ -8,12 +8,14 @@ Llama (arXiv 2302.13971, section 2.2: RMSNorm, SwiGLU, rotary positions).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.models.attention import Attention, Cached, Shared
+from fourfold.collectives.context import Context
+from fourfold.models.attention import Attention, Cached, Shared, attend, mask_between
 from fourfold.models.draws import Draws
 from fourfold.models.initial import Embedding, Linear, fill
 from fourfold.models.loss import cross_entropy
@@ -93,25 +95,46 @@ class Decoder(nn.Module):
         if spec.tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor, documents: Tensor | None = None, draws: Draws | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        draws: Draws | None = None,
+        context: Context | None = None,
+    ) -> Tensor:
         """int64 [B, T] -> logits [B, T, V].
 
         documents  int32 [B, T]: attention stays inside a document; None = every earlier token is seen
         draws      of dropout; None = none
+        context    `tokens` are a part of each row, and so are the logits: [B, t, V]; `documents` are those of all
         """
         x = self.embedding(tokens)
+        length = tokens.shape[1] if context is None else context.length
         if self.positions is not None:
-            x = x + self.positions(_places(tokens, documents))
-        shared = Shared(
-            mask=None if documents is None else self.cached.mask(documents, _compute_dtype(x)),
-            turns=self.cached.turns(tokens.shape[1], x) if self.rotary else None,
-            draws=draws,
-        )
+            places = _places(length, documents, tokens.device)
+            x = x + self.positions(places if context is None else context.here(places, -1))
+        turns = self.cached.turns(length, x) if self.rotary else None
+        if turns is not None and context is not None:
+            turns = context.here(turns, 0)
+        shared = Shared(self._attend(documents, context, tokens.device, _compute_dtype(x)), turns, draws)
         x = shared.dropout(x, self.dropout, "embedding")
         for block in self.blocks:
             x = block(x, shared)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+    def _attend(
+        self, documents: Tensor | None, context: Context | None, device: torch.device, dtype: torch.dtype
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """How every layer attends."""
+        if context is None:
+            mask = None if documents is None else self.cached.mask(documents, dtype)
+            return lambda query, key, value: attend(query, key, value, mask)
+
+        def between(rows: Tensor, columns: Tensor) -> Tensor:
+            return mask_between(documents, rows.to(device), columns.to(device), dtype)
+
+        return lambda query, key, value: context.attend(query, key, value, between)
 
 
 class DecoderKit:
@@ -138,9 +161,10 @@ class DecoderKit:
     def loss(self, module: nn.Module, batch: BatchLike) -> tuple[Tensor, Tensor]:
         """See `ModelKit.loss`; dropout only while `module.training`."""
         dropping = module.training and self._spec.dropout > 0
-        draws = Draws(batch.seed, batch.step, batch.rows) if dropping else None
+        draws = Draws(batch.seed, batch.step, batch.rows, batch.context) if dropping else None
         documents = None if self._attend_across else batch.documents
-        return cross_entropy(module(batch.inputs, documents, draws), batch.targets, batch.valid)
+        logits = module(batch.inputs, documents, draws, batch.context)
+        return cross_entropy(logits, batch.targets, batch.valid)
 
     def sharding(self) -> dict[str, Rule]:
         """See `ModelKit.sharding`."""
@@ -182,9 +206,9 @@ class DecoderKit:
         return Start(0.0, self._spec.init_std * share)
 
 
-def _places(tokens: Tensor, documents: Tensor | None) -> Tensor:
+def _places(length: int, documents: Tensor | None, device: torch.device) -> Tensor:
     """Each token's place: in its document, so that it does not matter where a document is packed, or in its row."""
-    place = torch.arange(tokens.shape[1], device=tokens.device)
+    place = torch.arange(length, device=device)
     if documents is None:
         return place
     first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fourfold.collectives.context import Context
 from fourfold.models.boxes import box_of
 from fourfold.spec.boxes import Box
 
@@ -65,10 +66,12 @@ class Draws:
     seed  of the run
     step  optimizer step
     rows  int64 [B]: each row's place in the global batch; the draws live on its device
+    context  None, or where the tokens stand that are here of each row: then what is drawn for is [B, t, ...]
     """
 
-    def __init__(self, seed: int, step: int, rows: Tensor) -> None:
+    def __init__(self, seed: int, step: int, rows: Tensor, context: Context | None = None) -> None:
         self._rows = _mix_((rows * _GAMMA).add_(_key("dropout", seed, step))).unsqueeze(1)
+        self._context = context
         self._counters: dict[tuple[int, int], Tensor] = {}
 
     def keep(self, name: str, p: float, shape: Sequence[int]) -> Tensor:
@@ -81,7 +84,7 @@ class Draws:
         Element i of a row is 16-bit lane i % 4 (lowest first) of the row's hash i // 4, which makes the cost a
         quarter of a hash per element.  Returns bool of `shape`.
         """
-        return self._kept(name, _dropped_levels(p), shape).bool()
+        return self._kept_here(name, _dropped_levels(p), shape).bool()
 
     def dropout(self, x: Tensor, p: float, name: str) -> Tensor:
         """`x` [B, ...] with a share `p` set to zero and the rest scaled so that the expectation stays.
@@ -93,14 +96,32 @@ class Draws:
             return x
         if isinstance(x, DTensor):
             return self._dropout_of_box(x, name, levels)
-        return x * self._kept(name, levels, x.shape) * (_LEVELS / (_LEVELS - levels))
+        return x * self._kept_here(name, levels, x.shape) * (_LEVELS / (_LEVELS - levels))
 
     def _dropout_of_box(self, x: DTensor, name: str, levels: int) -> Tensor:
         """The same where this rank has a box of `x`."""
-        kept = self._kept(name, levels, x.shape, box_of(x))
+        kept = self._kept_here(name, levels, x.shape, box_of(x))
         own = x.to_local() * kept * (_LEVELS / (_LEVELS - levels))
         return DTensor.from_local(
             own, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+        )
+
+    def _kept_here(self, name: str, levels: int, shape: Sequence[int], box: Box | None = None) -> Tensor:
+        """See `_kept`; `shape` and `box` are of the tokens that are here."""
+        if self._context is None:
+            return self._kept(name, levels, shape, box)
+        size, offset = (shape, (0,) * len(shape)) if box is None else (box.size, box.offset)
+        whole = (shape[0], self._context.length, *shape[2:])
+        parts = []
+        begin, end = offset[1], offset[1] + size[1]
+        for first, beyond in self._context.runs:  # each begins here where the one before ended
+            low, high = max(begin, 0), min(end, beyond - first)
+            if low < high:
+                place = Box((offset[0], first + low, *offset[2:]), (size[0], high - low, *size[2:]))
+                parts.append(self._kept(name, levels, whole, place))
+            begin, end = begin - (beyond - first), end - (beyond - first)
+        return (
+            torch.cat(parts, 1) if parts else torch.empty(size, dtype=torch.int16, device=self._rows.device)
         )
 
     def _kept(self, name: str, levels: int, shape: Sequence[int], box: Box | None = None) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fourfold.collectives.context import Context
 from fourfold.spec.errors import Problem, SpecError
 
 
@@ -63,6 +64,13 @@ class BatchLike(Protocol):
     @property
     def documents(self) -> Tensor | None:
         """int32 [B, T]: number of the document inside its row; None for vectors."""
+
+    @property
+    def context(self) -> Context | None:
+        """Under context parallel: where the tokens stand of which inputs, targets and valid are; None: all are here.
+
+        `documents` are always those of whole rows.
+        """
 
     @property
     def rows(self) -> Tensor:

@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
+from fourfold.data.batch import Batch
 from fourfold.models.protocol import Heads, LossModule, Rule
 from fourfold.parallel.clip import GradientNorm
+from fourfold.parallel.context_parallel import ContextParallel
 from fourfold.parallel.data_parallel import Alone, Replicas, moved
 from fourfold.parallel.every_block import EveryBlock
 from fourfold.parallel.mesh import sub_mesh
@@ -33,7 +35,7 @@ class Parallel:
     """A model spread over ranks.
 
     module: called like the bare loss module. degree: over how many ranks the global batch is cut; dp_rank: which cut.
-    counts: whether this rank speaks for its samples, where several ranks work on the same ones.
+    counts: whether this rank speaks for its targets, where several compute the same ones. speaks: for its samples.
     joined: under tensor parallel each module that has parameters, by name, with its rule; else empty. trail: of those.
     """
 
@@ -43,6 +45,8 @@ class Parallel:
     degree: int
     dp_rank: int
     counts: bool
+    speaks: bool
+    context: ContextParallel | None
     reduction: Alone | Replicas | Sharded
     norm: GradientNorm
     joined: Mapping[str, Rule]
@@ -51,13 +55,24 @@ class Parallel:
     @property
     def loss_factor(self) -> int:
         """What the loss is multiplied with before backward, so that gradients are summed over ranks."""
-        return self.degree if isinstance(self.reduction, Replicas) else 1
+        return self.degree * self.grid.cp if isinstance(self.reduction, Replicas) else 1
+
+    @property
+    def share(self) -> int:
+        """Which part of a global batch this rank computes: of its samples, and of their tokens."""
+        return self.dp_rank * self.grid.cp + (0 if self.context is None else self.context.rank)
+
+    def own(self, batch: Batch) -> Batch:
+        """What this rank computes of a microbatch of its samples: all of it, or some tokens of each row."""
+        return batch if self.context is None else self.context.own(batch)
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
         """Around forward and backward of one microbatch of a step."""
         with self.reduction.microbatch(last), self._cut():
             yield
+        if self.context is not None:
+            self.context.check()
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -117,6 +132,9 @@ def parallelize(
     place = grid.coordinate(rank)
     network, kit = module.module, module.kit
 
+    context = None
+    if grid.cp > 1:
+        context = ContextParallel(sub_mesh(grid, device.type, "cp"), layout.cp_method)
     joined: Mapping[str, Rule] = {}
     trail: Trail | None = None
     if grid.tp > 1:
@@ -127,11 +145,11 @@ def parallelize(
         reduction = Sharded(module, [*blocks.values()], layout, device, precision)
         if layout.wrap != "model":
             EveryBlock(reduction.module, blocks)
-    elif grid.dp_replicate > 1:
+    elif grid.dp_replicate * grid.cp > 1:
         reduction = replicas(moved(module, device), layout, device, precision)
     else:
         reduction = Alone(moved(module, device), layout.unused_parameters)
-    counts = all(place[axis] == 0 for axis in ("pp", "cp", "tp"))
+    counts = all(place[axis] == 0 for axis in ("pp", "tp"))
     return Parallel(
         reduction.module,
         network,
@@ -139,6 +157,8 @@ def parallelize(
         grid.degree("dp"),
         grid.index(rank, "dp"),
         counts,
+        counts and place["cp"] == 0,
+        context,
         reduction,
         GradientNorm(grid, rank),
         joined,
@@ -150,8 +170,8 @@ def is_sharded(layout: LayoutSpec, device: torch.device) -> bool:
     """Whether FSDP2 will hold the model."""
     grid = Grid.of(layout)
     return (
-        (layout.zero > 0 and grid.dp_shard > 1)
-        or (grid.dp_replicate > 1 and grid.tp > 1)
+        (layout.zero > 0 and grid.degree("fsdp") > 1)
+        or (grid.dp_replicate * grid.cp > 1 and grid.tp > 1)
         or home(layout, device) != device
     )
 
@@ -159,4 +179,4 @@ def is_sharded(layout: LayoutSpec, device: torch.device) -> bool:
 def is_cut(layout: LayoutSpec) -> bool:
     """Whether every parameter will be a DTensor, so that it can be built without values."""
     grid = Grid.of(layout)
-    return grid.tp > 1 or (layout.zero > 0 and grid.dp_shard > 1)
+    return grid.tp > 1 or (layout.zero > 0 and grid.degree("fsdp") > 1)

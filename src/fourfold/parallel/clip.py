@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from fourfold.models.boxes import cut_dim
-from fourfold.spec.grid import AXES, Grid
+from fourfold.spec.grid import AXES, PRODUCTS, Grid
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -64,7 +64,8 @@ class GradientNorm:
         if isinstance(gradient, DTensor):
             assert not any(p.is_partial() for p in gradient.placements), "parallel.finish() has reduced them"
             names = gradient.device_mesh.mesh_dim_names or ()
-            cutting = {n for n, p in zip(names, gradient.placements, strict=True) if cut_dim(p) is not None}
+            dims = [n for n, p in zip(names, gradient.placements, strict=True) if cut_dim(p) is not None]
+            cutting = {axis for dim in dims for axis in PRODUCTS.get(dim, (dim,))}
         return all(self._place[axis] == 0 for axis in AXES if axis not in cutting)
 
 

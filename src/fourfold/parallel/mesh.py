@@ -1,4 +1,7 @@
-"""The ranks as a torch DeviceMesh with the axes of `spec.grid`."""
+"""The ranks as a torch DeviceMesh with the axes of `spec.grid`.
+
+The ranks over which a state is sharded, dp_shard × cp, are one dim of it, "fsdp"; "cp" is a part of that.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,59 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fourfold.spec.grid import AXES, Grid
+from fourfold.collectives.rehearsed import with_values
+from fourfold.spec.grid import Grid
+
+DIMS = ("pp", "dp_replicate", "fsdp", "tp")
 
 
 @lru_cache(
     maxsize=8
 )  # groups are made once in a process: torch's caches would point at those that were destroyed
 def mesh_of(grid: Grid, device_type: str) -> DeviceMesh:
-    """All ranks of the default group, one dim for each axis of `AXES`, outermost first.
+    """All ranks of the default group, with the dims `DIMS`, outermost first.
 
-    Its groups wait for a collective as long as the default group does; torch would give them 10 or 30 minutes.
     Collectives: the first call for a grid makes its process groups, on every rank.
     """
-    mesh = init_device_mesh(device_type, tuple(grid.degree(axis) for axis in AXES), mesh_dim_names=AXES)
-    if dist.get_backend() == "fake":
-        return mesh  # nobody is waited for
-    world, device = dist.distributed_c10d._get_default_group(), torch.device(device_type)
-    for group in mesh.get_all_groups():
-        # torch has no public name for it.
-        dist.distributed_c10d._set_pg_timeout(world._get_backend(device).options._timeout, group)
+    mesh = init_device_mesh(device_type, tuple(grid.degree(axis) for axis in DIMS), mesh_dim_names=DIMS)
+    _settle(mesh)
     return mesh
 
 
+@lru_cache(maxsize=8)
+def _context_mesh(grid: Grid, device_type: str) -> DeviceMesh:
+    """The same with "dp_shard" and "cp" in place of "fsdp". Collectives: as above."""
+    axes = ("dp_shard", "cp")
+    mesh = mesh_of(grid, device_type)._unflatten("fsdp", tuple(grid.degree(axis) for axis in axes), axes)
+    _settle(mesh)
+    return mesh
+
+
+@lru_cache(maxsize=8)
+def _copies_mesh(grid: Grid, device_type: str) -> DeviceMesh:
+    """All ranks that hold the same where nothing is sharded: dp_replicate × cp as one dim. Collectives: as above."""
+    mesh = mesh_of(grid, device_type)["dp_replicate", "fsdp"]._flatten("copies")
+    _settle(mesh)
+    return mesh
+
+
+def _settle(mesh: DeviceMesh) -> None:
+    """Have the groups of `mesh` wait as long as the default group does; torch would give them 10 or 30 minutes."""
+    if dist.get_backend() == "fake":
+        return  # nobody is waited for
+    world, device = dist.distributed_c10d._get_default_group(), torch.device(mesh.device_type)
+    for group in mesh.get_all_groups():
+        # torch has no public name for it.
+        dist.distributed_c10d._set_pg_timeout(world._get_backend(device).options._timeout, group)
+
+
 def sub_mesh(grid: Grid, device_type: str, *axes: str) -> DeviceMesh:
-    """The part of the mesh along `axes` that this rank is in."""
-    return mesh_of(grid, device_type)[axes]
+    """The part of the mesh along `axes` that this rank is in: of `DIMS`, or "cp", or "copies" (dp_replicate × cp)."""
+    with with_values():
+        if axes == ("cp",):
+            return _context_mesh(grid, device_type)["cp"]
+        if axes == ("copies",) and grid.dp_replicate > 1 and grid.cp > 1:
+            return _copies_mesh(grid, device_type)
+        if axes == ("copies",):
+            axes = ("fsdp",) if grid.cp > 1 else ("dp_replicate",)
+        return mesh_of(grid, device_type)[axes]

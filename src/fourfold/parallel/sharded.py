@@ -7,8 +7,8 @@ By torch's FSDP2 (`fully_shard`), in units of `layout.wrap` blocks each; what is
   stage 3   parameters too: gathered for each forward and backward of a unit, and dropped after it
   stage 0   nothing: `replicate`, the same machinery with one all-reduce of gradients once a step
 
-Collectives on "dp_shard" (and an all-reduce of the shards on "dp_replicate", once a step): those all-gathers and
-reductions, started ahead so that they overlap with computation; in each step one more, small, where
+Collectives on "fsdp", which is dp_shard × cp (and an all-reduce of the shards on "dp_replicate", once a step): those
+all-gathers and reductions, started ahead so that they overlap with computation; in each step one more, small, where
 `layout.unused_parameters` is set. Gradients are summed, not averaged.
 """
 
@@ -91,10 +91,10 @@ class Sharded:
 
     def _wrap(self, unit: nn.Module | list[nn.Module], grid: Grid, device: torch.device) -> None:
         if self._stage == 0:
-            mesh = sub_mesh(grid, device.type, "dp_replicate")
+            mesh = sub_mesh(grid, device.type, "copies")
             replicate(unit, mesh=mesh, mp_policy=self._precision)
             return
-        axes = ("dp_replicate", "dp_shard") if grid.dp_replicate > 1 else ("dp_shard",)
+        axes = ("dp_replicate", "fsdp") if grid.dp_replicate > 1 else ("fsdp",)
         fully_shard(
             unit,
             mesh=sub_mesh(grid, device.type, *axes),

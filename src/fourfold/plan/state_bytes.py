@@ -59,7 +59,7 @@ def rank_bytes(spec: Spec, rank: int) -> Mapping[Instant, Mapping[Category, int]
     "between microbatches" is left out where a step has only one. Rank 0 holds the most: first shards are the largest.
     """
     parts, layout = parts_of(spec, rank), spec.layout
-    if parts is None or max(layout.pp, layout.cp, layout.ep) > 1:
+    if parts is None or max(layout.pp, layout.ep) > 1:
         return None
     each = element_bytes(spec.precision)
     engine = engine_of(spec)
@@ -92,9 +92,10 @@ def rank_bytes(spec: Spec, rank: int) -> Mapping[Instant, Mapping[Category, int]
 def engine_of(spec: Spec) -> Literal["alone", "ddp", "replicate", "zero"]:
     """What spreads a settled Spec's data parallel: nothing, torch's DDP, FSDP2's `replicate`, or FSDP2's shards."""
     layout = spec.layout
-    if layout.zero and layout.dp_shard != 1:
+    grid = Grid.of(layout)
+    if layout.zero and grid.degree("fsdp") > 1:
         return "zero"
-    if layout.dp_replicate == 1:
+    if grid.dp_replicate * grid.cp == 1:
         return "alone"
     return "replicate" if layout.tp > 1 else "ddp"
 
@@ -105,25 +106,23 @@ def parts_of(spec: Spec, rank: int) -> list[Part] | None:
     if shapes is None:
         return None
     grid = Grid.of(spec.layout)
-    place = grid.coordinate(rank)
-    return [_part(shape, grid, place) for shape in shapes.values()]
+    shards = grid.degree("fsdp") if spec.layout.zero else 1
+    return [_part(shape, grid, rank, shards) for shape in shapes.values()]
 
 
-def _part(shape: Shape, grid: Grid, place: Mapping[str, int]) -> Part:
+def _part(shape: Shape, grid: Grid, rank: int, shards: int) -> Part:
     size = [*shape.size]
     if shape.cut is not None and (shape.parts is None or shape.parts % grid.tp == 0):
-        _, size[shape.cut] = shard_range(size[shape.cut], grid.tp, place["tp"])
+        _, size[shape.cut] = shard_range(size[shape.cut], grid.tp, grid.index(rank, "tp"))
     row = math.prod(size[1:])
-    _, own = shard_range(size[0], grid.dp_shard, place["dp_shard"])
-    _, first = shard_range(size[0], grid.dp_shard, 0)
+    _, own = shard_range(size[0], shards, grid.index(rank, "fsdp") % shards)
+    _, first = shard_range(size[0], shards, 0)
     return Part(shape.block, size[0] * row, own * row, first * row)
 
 
 def _gathered(parts: Iterable[Part], spec: Spec) -> int:
     """Elements of whole copies: all shards, with their padding."""
-    shards = spec.layout.dp_shard
-    assert isinstance(shards, int), "the Spec is settled"
-    return shards * sum(part.padded for part in parts)
+    return Grid.of(spec.layout).degree("fsdp") * sum(part.padded for part in parts)
 
 
 def _last_reduced(parts: Iterable[Part], spec: Spec) -> list[Part]:

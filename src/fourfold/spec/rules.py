@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fourfold.spec import (
+    rules_context,
     rules_data,
     rules_layout,
     rules_memory,
@@ -66,6 +67,13 @@ RULES: tuple[Rule, ...] = (
     Rule("files to offload to", ("layout.offload_dir", "layout.offload"), rules_memory.offload_dir_is_used),
     Rule("sp needs tp", ("layout.sp", "layout.tp"), rules_layout.sp_needs_tp),
     Rule("sp needs tokens", ("layout.sp", "model.kind", "data.kind"), rules_layout.sp_needs_tokens),
+    Rule("cp needs tokens", ("layout.cp", "model.kind", "data.kind"), rules_context.cp_needs_tokens),
+    Rule("cp cuts the sequence", ("layout.cp", "data.sequence"), rules_context.cp_divides_sequence),
+    Rule(
+        "ulysses cuts the heads",
+        ("layout.cp_method", "layout.cp", "layout.tp", "model.heads", "model.kv_heads"),
+        rules_context.ulysses_divides_heads,
+    ),
     Rule("ep needs experts", ("layout.ep", "model.moe.experts"), rules_layout.ep_needs_experts),
     Rule(
         "tp keeps heads whole",

@@ -66,6 +66,9 @@ class PrecisionSpec(Value):
     )
 
 
+CpMethod = Literal["gather", "ring", "ulysses"]
+
+
 class LayoutSpec(Value):
     """Degrees of the mesh axes; at most one of dp_replicate and dp_shard is "auto" (what the world leaves)."""
 
@@ -76,6 +79,8 @@ class LayoutSpec(Value):
     tp: PositiveInt = 1
     ep: PositiveInt = 1
     zero: Literal[0, 1, 2, 3] = 0
+    # How attention meets tokens of other cp ranks: keys and values gathered, in a ring, or tokens exchanged for heads.
+    cp_method: CpMethod = "gather"
     sp: bool = False  # sequence parallel: a property of tp
     unused_parameters: bool = False  # some parameters take no part in some steps (costs a search per step)
     bucket_mib: Annotated[float, Field(gt=0.0)] = 25.0  # gradient bucket of data parallel

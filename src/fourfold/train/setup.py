@@ -186,6 +186,7 @@ def assembled(
             spec.run.seed,
             workers=spec.data.workers,
             transforms=spec.data.transforms,
+            own=parallel.own,
         ),
         census,
         beat,

@@ -72,6 +72,7 @@ def validate(
             parallel.dp_rank,
             spec.run.seed,
             limit=_limit(training),
+            own=parallel.own,
         ):
             training.beat(step + 1, "validation")
             if wishes.wait() != [0]:  # sent when the batch before began
@@ -79,7 +80,7 @@ def validate(
             wishes = start_sum([int(stop is not None and stop.requested)])
             with autocast(spec.precision, training.device):
                 loss_sum, count = training.loss_module(batch.to(training.device, float_dtype))
-            filled = (batch.sample_ids >= 0).sum()
+            filled = (batch.sample_ids >= 0).sum() * int(parallel.speaks)
             sums += torch.stack([loss_sum.double(), count.double(), filled.to(training.device).double()])
     wishes.wait()  # what came with the last batch came too late
     loss_sum, targets, samples = sum_floats(sums if parallel.counts else torch.zeros_like(sums)).tolist()

@@ -98,7 +98,8 @@ class AdversaryKit(DecoderKit):
     def loss(self, module: nn.Module, batch: BatchLike) -> tuple[Tensor, Tensor]:
         """See `ModelKit.loss`."""
         assert isinstance(module, Adversary)
-        module.choose(uses(batch.inputs, batch.valid, self._every, self._residue))
+        whole = batch if batch.context is None else batch.context
+        module.choose(uses(whole.inputs, whole.valid, self._every, self._residue).to(batch.inputs.device))
         return super().loss(module, batch)
 
     def sharding(self) -> dict[str, Rule]:

@@ -108,7 +108,7 @@ def search(
         ranks.trace(case, reference, folder, tolerance)
     grid = Grid.of(case.spec.layout)
     schedule = batch_schedule(case.spec, len(case.source), grid.degree("dp"))
-    axes = [axis for axis in ("dp_replicate", "dp_shard") if grid.degree(axis) > 1]
+    axes = [axis for axis in ("dp_replicate", "dp_shard", "cp") if grid.degree(axis) > 1]
     traces = {rank: folder / f"rank{rank}.jsonl" for rank in range(grid.world)}
     return first_deviation(
         trace, traces, lambda rank, micro: schedule.rows(grid.index(rank, "dp"), micro).tolist(), axes

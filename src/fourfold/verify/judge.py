@@ -196,17 +196,17 @@ class Judge:
         )
 
     def _peers(self, ranks: Sequence[RankGaps]) -> None:
-        """Ranks that work on the same samples must have the same loss of them; one of them counts."""
-        speaker = {rank.dp_rank: number for number, rank in enumerate(ranks) if rank.counts}
+        """Ranks that work on the same part of a batch must have the same loss of it; one of them counts."""
+        speaker = {rank.share: number for number, rank in enumerate(ranks) if rank.counts}
         if len(speaker) == len(ranks):
             return
         gaps, silent = [], []
         for number, rank in enumerate(ranks):
             for step, own in enumerate(rank.steps):
-                if rank.dp_rank not in speaker:
+                if rank.share not in speaker:
                     silent.append(number)
                     continue
-                said = ranks[speaker[rank.dp_rank]].steps[step]
+                said = ranks[speaker[rank.share]].steps[step]
                 gap = relative_gap(own.loss_sum, said.loss_sum, 0.0) if own.valid == said.valid else inf
                 gaps.append((gap, step, number, "loss"))
         claim = "ranks that work on the same samples report the same loss and targets"

@@ -42,13 +42,13 @@ class RankGaps:
     """One rank's run.
 
     parameters: by name, of this rank's box, after the last step; boxes: which they are.
-    dp_rank: whose samples it works on; counts: whether it speaks for them, or a peer does.
+    share: which part of the global batch it computes; counts: whether it speaks for that, or a peer does.
     """
 
     steps: tuple[StepGaps, ...]
     parameters: dict[str, float]
     boxes: dict[str, Box]
-    dp_rank: int
+    share: int
     counts: bool
 
 
@@ -69,7 +69,7 @@ def measure_rank(spec: Spec, masking: Masking, reference: Reference) -> RankGaps
             steps.append(StepGaps(float(pair.sum), int(pair.count), totals.count, float(norm), gradients))
         gaps = parameter_gaps(training, reference, len(reference.steps) - 1)
         boxes = {name: part.box for name, part in parameters(training).items()}
-        return RankGaps(tuple(steps), gaps, boxes, training.parallel.dp_rank, training.parallel.counts)
+        return RankGaps(tuple(steps), gaps, boxes, training.parallel.share, training.parallel.counts)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ A row of the global batch has the same fingerprints however the batch is cut int
 can be compared with a reference that computes all of them together, without moving a tensor. A layer that mixes
 rows, or draws by a row's place in its microbatch, shows as a deviation: it gives a row other values there.
 
-What tensor-parallel ranks hold in parts is made whole first (`whole.py`); a row is then whole on each of them.
+What tensor- and context-parallel ranks hold in parts is made whole first (`whole.py`); a row is then whole on each.
 
 A fingerprint is a few fixed pseudo-random projections in fp64: a difference anywhere in a row moves all of them.
 Letters: B rows of the microbatch, P projections.
@@ -130,8 +130,9 @@ class Tracer:
         self.step, self._calls, self._rows = batch.step, {}, len(batch.sample_ids)
         ids = torch.stack([batch.rows, batch.sample_ids]).T.double()
         self.note(BATCH, IDS, ids.tolist())
+        self._whole.begin(batch.context)
         for name, tensor in (("inputs", batch.inputs), ("targets", batch.targets), ("valid", batch.valid)):
-            self.note(BATCH, name, fingerprint(tensor, self._rows))
+            self.note(BATCH, name, fingerprint(self._whole.tokens(tensor), self._rows))
 
     def note(self, kind: str, name: str, values: list[list[float]], call: int | None = None) -> int:
         """Record one event; returns its call number."""

@@ -143,7 +143,9 @@ def _explain(
         mine, tail = tracer.own.get(name, nothing), tracer.last.get(name, nothing)
         all_last = _summed(training, tracer.last.get(name), parameter)
         partly, part = _of_my_peers(training, tracer.part.get(name), parameter)
-        along = [axis for axis in ("dp_replicate", "dp_shard") if training.parallel.grid.degree(axis) > 1]
+        along = [
+            axis for axis in ("dp_replicate", "dp_shard", "cp") if training.parallel.grid.degree(axis) > 1
+        ]
         axes[name] = "×".join([*along, *(["tp"] if partly else [])])
         if name not in held:
             notes[name] = "this rank has no gradient where one device has one"

@@ -1,7 +1,7 @@
-"""Makes whole what the ranks of a tensor-parallel group hold in parts, so that it can be held against one device.
+"""Makes whole what the ranks of a tensor- or context-parallel group hold in parts, to hold it against one device.
 
-Whatever is made whole is a collective on "tp": all ranks of a group must come here in the same order, as their hooks
-do, for they run the same modules on the same rows.
+Whatever is made whole is a collective on "tp" or "cp": all ranks of a group must come here in the same order, as their
+hooks do, for they run the same modules on the same rows.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fourfold.collectives.context import Context
 from fourfold.models.protocol import Heads
 from fourfold.parallel.apply import Parallel
+from fourfold.parallel.context_parallel import runs_of
 from fourfold.parallel.mesh import sub_mesh
 
 NETWORK = "(the model)"
@@ -38,6 +40,13 @@ class Whole:
     """One rank holds everything."""
 
     collectives = Collectives()
+
+    def begin(self, context: Context | None) -> None:
+        """A microbatch begins; context: which of its tokens are here, if not all."""
+
+    def tokens(self, value: Tensor) -> Tensor:
+        """Of all tokens what `value` [B, t, ...] is of those that are here."""
+        return value
 
     def output(self, name: str, value: Tensor) -> Tensor | None:  # noqa: ARG002
         """All of a module's output; None where nothing is known of how the ranks hold it."""
@@ -102,9 +111,54 @@ class TensorParallelWhole(Whole):
         return parts[:: max(1, self._ranks // self._units[name])]
 
 
+class ContextWhole(Whole):
+    """The same where the tokens of a row lie on several ranks; `inner` makes whole what those hold of theirs."""
+
+    def __init__(self, inner: Whole, parallel: Parallel) -> None:
+        mesh = sub_mesh(parallel.grid, "cpu", "cp")
+        self._inner, self._group, self._ranks = inner, mesh.get_group(), mesh.size()
+        self._places = torch.empty(0, dtype=torch.int64)  # of all tokens, by rank
+        self._here = 0
+        self.collectives = inner.collectives
+
+    def begin(self, context: Context | None) -> None:
+        """See `Whole.begin`."""
+        assert context is not None, "rows are cut"
+        runs = [runs_of(context.length, self._ranks, rank) for rank in range(self._ranks)]
+        self._places = torch.cat([torch.arange(*run) for of_rank in runs for run in of_rank])
+        self._here = context.length // self._ranks
+
+    @torch.no_grad()
+    def tokens(self, value: Tensor) -> Tensor:
+        """See `Whole.tokens`; what has no such dim is as it is."""
+        if value.ndim < 2 or value.shape[1] != self._here:
+            return value
+        sent = value.detach().contiguous()
+        sent = sent.to(torch.uint8) if sent.dtype == torch.bool else sent
+        parts = [torch.empty_like(sent) for _ in range(self._ranks)]
+        dist.all_gather(parts, sent, group=self._group)
+        by_rank = torch.cat(parts, dim=1)
+        return torch.empty_like(by_rank).index_copy_(1, self._places, by_rank)
+
+    def output(self, name: str, value: Tensor) -> Tensor | None:
+        """See `Whole.output`."""
+        known = self._inner.output(name, value)
+        return None if known is None else self.tokens(known)
+
+    def gradient(self, name: str, value: Tensor) -> Tensor | None:
+        """See `Whole.gradient`."""
+        known = self._inner.gradient(name, value)
+        return None if known is None else self.tokens(known)
+
+    def parameter(self, gradient: Tensor) -> Tensor:
+        """See `Whole.parameter`: of this rank's tokens alone, as of its own samples alone."""
+        return self._inner.parameter(gradient)
+
+
 def whole_of(parallel: Parallel, sequence: bool) -> Whole:
     """The one that suits the layout. sequence: whether activations are cut over tokens."""
-    return TensorParallelWhole(parallel, sequence) if parallel.grid.tp > 1 else Whole()
+    whole = TensorParallelWhole(parallel, sequence) if parallel.grid.tp > 1 else Whole()
+    return ContextWhole(whole, parallel) if parallel.grid.cp > 1 else whole
 
 
 def _collectives(parallel: Parallel, sequence: bool) -> Collectives:

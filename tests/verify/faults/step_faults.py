@@ -115,7 +115,7 @@ def rate_off_by_one() -> None:
 def dropout_by_local_row() -> None:
     """The dropout mask belongs to the row's place in the microbatch, the same on every rank."""
     draws = decoder.Draws
-    decoder.Draws = lambda seed, number, rows: draws(seed, number, torch.arange(len(rows)))
+    decoder.Draws = lambda seed, number, rows, _context: draws(seed, number, torch.arange(len(rows)))
 
 
 def layer_unused_on_rank_1() -> None:
