@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens to logits."""
+    """Tokens to logits. A stage of a pipeline has None in the place of blocks that it lacks."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -101,27 +101,39 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         draws: Draws | None = None,
         context: Context | None = None,
+        stream: Tensor | None = None,
     ) -> Tensor:
-        """int64 [B, T] -> logits [B, T, V].
+        """int64 [B, T] -> logits [B, T, V], or the stream where the last blocks are not here.
 
         documents  int32 [B, T]: attention stays inside a document; None = every earlier token is seen
         draws      of dropout; None = none
         context    `tokens` are a part of each row, and so are the logits: [B, t, V]; `documents` are those of all
+        stream     [B, T, width] of the blocks before these; None = these are the first
         """
-        x = self.embedding(tokens)
-        length = tokens.shape[1] if context is None else context.length
-        if self.positions is not None:
-            places = _places(length, documents, tokens.device)
-            x = x + self.positions(places if context is None else context.here(places, -1))
-        turns = self.cached.turns(length, x) if self.rotary else None
+        x = self._entered(tokens, documents, context) if stream is None else stream
+        turns = (
+            self.cached.turns(tokens.shape[1] if context is None else context.length, x)
+            if self.rotary
+            else None
+        )
         if turns is not None and context is not None:
             turns = context.here(turns, 0)
         shared = Shared(self._attend(documents, context, tokens.device, _compute_dtype(x)), turns, draws)
-        x = shared.dropout(x, self.dropout, "embedding")
+        if stream is None:
+            x = shared.dropout(x, self.dropout, "embedding")
         for block in self.blocks:
-            x = block(x, shared)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+            x = x if block is None else block(x, shared)
+        given: Tensor = x if self.head is None else self.head(self.norm(x))
+        return given
+
+    def _entered(self, tokens: Tensor, documents: Tensor | None, context: Context | None) -> Tensor:
+        """[B, T] -> what the first block takes, before dropout: [B, T, width]."""
+        x: Tensor = self.embedding(tokens)
+        if self.positions is None:
+            return x
+        places = _places(tokens.shape[1] if context is None else context.length, documents, tokens.device)
+        table: Tensor = self.positions(places if context is None else context.here(places, -1))
+        return x + table
 
     def _attend(
         self, documents: Tensor | None, context: Context | None, device: torch.device, dtype: torch.dtype
@@ -160,11 +172,30 @@ class DecoderKit:
 
     def loss(self, module: nn.Module, batch: BatchLike) -> tuple[Tensor, Tensor]:
         """See `ModelKit.loss`; dropout only while `module.training`."""
+        return cross_entropy(self._forward(module, batch, None), batch.targets, batch.valid)
+
+    def part(
+        self, module: nn.Module, batch: BatchLike, stream: Tensor | None, last: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """See `StagedKit.part`."""
+        given = self._forward(module, batch, stream)
+        return cross_entropy(given, batch.targets, batch.valid) if last else given
+
+    def _forward(self, module: nn.Module, batch: BatchLike, stream: Tensor | None) -> Tensor:
         dropping = module.training and self._spec.dropout > 0
         draws = Draws(batch.seed, batch.step, batch.rows, batch.context) if dropping else None
         documents = None if self._attend_across else batch.documents
-        logits = module(batch.inputs, documents, draws, batch.context)
-        return cross_entropy(logits, batch.targets, batch.valid)
+        given: Tensor = module(batch.inputs, documents, draws, batch.context, stream)
+        return given
+
+    def ends(self, module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:  # noqa: ARG002
+        """See `StagedKit.ends`."""
+        learned = self._spec.positions == "learned"
+        return ("embedding", "positions") if learned else ("embedding",), ("norm", "head")
+
+    def stream(self, batch: BatchLike) -> tuple[int, ...]:
+        """See `StagedKit.stream`."""
+        return (*batch.inputs.shape, self._spec.width)
 
     def sharding(self) -> dict[str, Rule]:
         """See `ModelKit.sharding`."""

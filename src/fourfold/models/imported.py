@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fourfold.models.protocol import BatchLike, BoxedKit, ModelKit, Rule, Start, parameter_rules
+from fourfold.models.protocol import BatchLike, BoxedKit, ModelKit, Rule, StagedKit, Start, parameter_rules
 from fourfold.spec.errors import FourfoldError, Problem, SpecError
 from fourfold.spec.model import ImportSpec
 from fourfold.spec.target import look_here_first
@@ -87,7 +87,9 @@ class ImportedKit:
 
     def loss(self, module: nn.Module, batch: BatchLike) -> tuple[Tensor, Tensor]:
         """See `ModelKit.loss`; raises SpecError unless it is a pair of scalar tensors."""
-        pair: object = self._kit.loss(module, batch)
+        return self._pair(self._kit.loss(module, batch))
+
+    def _pair(self, pair: object) -> tuple[Tensor, Tensor]:
         if (
             isinstance(pair, tuple)
             and len(pair) == 2
@@ -163,8 +165,57 @@ class BoxedImportedKit(ImportedKit):
             raise _failed(self._target, error, f'start("{name}") must give (mean, std)') from error
 
 
+class StagedImportedKit(ImportedKit):
+    """One that can run in parts (`StagedKit`)."""
+
+    _kit: StagedKit
+
+    def ends(self, module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """See `StagedKit.ends`; raises SpecError unless they are names of modules."""
+        try:
+            before, after = self._kit.ends(module)
+            names = {name for name, _ in module.named_modules()}
+            strange = [name for name in (*before, *after) if name not in names]
+        except Exception as error:
+            raise _failed(self._target, error, "ends() must give two tuples of names of modules") from error
+        if strange:
+            raise _error(
+                self._target,
+                found=f"ends() names {', '.join(map(str, strange))}",
+                why="the network has no such module: its parameters would be in no stage",
+                instead=", ".join(f'"{name}"' for name, _ in module.named_children()),
+            )
+        return tuple(before), tuple(after)
+
+    def stream(self, batch: BatchLike) -> tuple[int, ...]:
+        """See `StagedKit.stream`."""
+        return tuple(self._kit.stream(batch))
+
+    def part(
+        self, module: nn.Module, batch: BatchLike, stream: Tensor | None, last: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """See `StagedKit.part`; raises SpecError for a last part that is no loss, and for another that is no tensor."""
+        given: object = self._kit.part(module, batch, stream, last)
+        if last:
+            return self._pair(given)
+        if isinstance(given, Tensor):
+            return given
+        raise _error(
+            self._target,
+            found=f"part() of a stage that is not the last gives {_described(given)}",
+            why="the next stage takes one tensor: the stream",
+            instead="return the stream, as the last block that is here gives it",
+        )
+
+
+class BoxedStagedImportedKit(StagedImportedKit, BoxedImportedKit):
+    """Both."""
+
+    _kit: Any
+
+
 def imported_kit(spec: ImportSpec) -> ImportedKit:
-    """The kit of `spec.target`: a `BoxedKit` where the factory gives one with `skeleton` and `start`.
+    """The kit of `spec.target`: a `BoxedKit`, a `StagedKit`, or both, where the factory gives one with their methods.
 
     Raises SpecError where the target cannot be imported, does not take `model.args`, or returns no model.
     """
@@ -172,7 +223,10 @@ def imported_kit(spec: ImportSpec) -> ImportedKit:
     _check_arguments(spec.target, factory, spec.args)
     made = _call(spec.target, factory, spec.args)
     kit = _ModuleKit(factory, spec.args) if isinstance(made, nn.Module) else _as_kit(spec.target, made)
-    return (BoxedImportedKit if isinstance(kit, BoxedKit) else ImportedKit)(spec.target, kit)
+    boxed, staged = isinstance(kit, BoxedKit), isinstance(kit, StagedKit)
+    if staged:
+        return (BoxedStagedImportedKit if boxed else StagedImportedKit)(spec.target, kit)
+    return (BoxedImportedKit if boxed else ImportedKit)(spec.target, kit)
 
 
 class _ModuleKit:

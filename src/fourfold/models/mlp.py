@@ -32,13 +32,18 @@ class Mlp(nn.Module):
         self.output = Linear(spec.hidden, spec.outputs, bias=spec.biases)
 
     def forward(self, features: Tensor, draws: Draws | None = None) -> Tensor:
-        """float [B, inputs] -> [B, outputs]; dropout after each hidden layer where `draws` are given."""
+        """float [B, inputs] -> [B, outputs]; dropout after each hidden layer where `draws` are given.
+
+        A stage of a pipeline has None in the place of layers that it lacks: it takes and gives [B, hidden].
+        """
         x = features
         for index, layer in enumerate(self.layers):
+            if layer is None:
+                continue
             x = F.relu(layer(x))
             if draws is not None:
                 x = draws.dropout(x, self.dropout, f"layers.{index}")
-        outputs: Tensor = self.output(x)
+        outputs: Tensor = x if self.output is None else self.output(x)
         return outputs
 
 
@@ -61,11 +66,33 @@ class MlpKit:
 
     def loss(self, module: nn.Module, batch: BatchLike) -> tuple[Tensor, Tensor]:
         """See `ModelKit.loss`; features are taken in the parameters' dtype."""
+        return self._measured(self._forward(module, batch, None), batch)
+
+    def part(
+        self, module: nn.Module, batch: BatchLike, stream: Tensor | None, last: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """See `StagedKit.part`."""
+        given = self._forward(module, batch, stream)
+        return self._measured(given, batch) if last else given
+
+    def _forward(self, module: nn.Module, batch: BatchLike, stream: Tensor | None) -> Tensor:
         dropping = module.training and self._spec.dropout > 0
         draws = Draws(batch.seed, batch.step, batch.rows) if dropping else None
-        outputs = module(batch.inputs.to(next(module.parameters()).dtype), draws)
+        features = batch.inputs.to(next(module.parameters()).dtype) if stream is None else stream
+        given: Tensor = module(features, draws)
+        return given
+
+    def _measured(self, outputs: Tensor, batch: BatchLike) -> tuple[Tensor, Tensor]:
         measure = squared_error if self._spec.task == "regression" else cross_entropy
         return measure(outputs, batch.targets, batch.valid)
+
+    def ends(self, module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:  # noqa: ARG002
+        """See `StagedKit.ends`."""
+        return (), ("output",)
+
+    def stream(self, batch: BatchLike) -> tuple[int, ...]:
+        """See `StagedKit.stream`."""
+        return (len(batch.rows), self._spec.hidden)
 
     def sharding(self) -> dict[str, Rule]:
         """See `ModelKit.sharding`."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +115,29 @@ class BoxedKit(ModelKit, Protocol):
         """Where the values of parameter `name` start in `build`: `fill` and `normal` (seed, name) give the rest."""
 
 
+@runtime_checkable
+class StagedKit(ModelKit, Protocol):
+    """A kit whose network can run in parts: a stage of a pipeline has some of its blocks, and None for what it lacks.
+
+    What goes from block to block is one tensor, of the same shape and dtype between any two: the stream.
+    """
+
+    def ends(self, module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of the modules that run before the first block, and of those that run after the last one."""
+
+    def stream(self, batch: BatchLike) -> tuple[int, ...]:
+        """The shape of the stream of a microbatch."""
+
+    def part(
+        self, module: nn.Module, batch: BatchLike, stream: Tensor | None, last: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """What `loss` does, by the blocks that are here.
+
+        stream: what the blocks before these gave; None: these are the first. last: these are the last: gives the pair
+        of `loss`, else the stream that the next blocks take.
+        """
+
+
 class LossModule(nn.Module):
     """A network and its loss as one module, so that a wrapper (DDP) sees the whole forward."""
 
@@ -125,9 +148,26 @@ class LossModule(nn.Module):
 
     def forward(self, batch: BatchLike) -> tuple[Tensor, Tensor]:
         """(sum, count) of the microbatch; see `ModelKit.loss`."""
-        total, count = self.kit.loss(self.module, batch)
-        # A copy: of a view, which full_tensor gives, FSDP2 warns that it must not be changed in place.
-        return (total.full_tensor().clone() if isinstance(total, DTensor) else total), count
+        return _plain(*self.kit.loss(self.module, batch))
+
+
+class StageModule(LossModule):
+    """Some blocks of a network, with what runs before or after them where they are the first or the last."""
+
+    def __init__(self, kit: StagedKit, module: nn.Module, last: bool) -> None:
+        super().__init__(kit, module)
+        self.last = last
+
+    def forward(self, batch: BatchLike, stream: Tensor | None = None) -> Any:
+        """See `StagedKit.part`."""
+        assert isinstance(self.kit, StagedKit), "it was made with one"
+        given = self.kit.part(self.module, batch, stream, self.last)
+        return given if isinstance(given, Tensor) else _plain(*given)
+
+
+def _plain(total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    # A copy: of a view, which full_tensor gives, FSDP2 warns that it must not be changed in place.
+    return (total.full_tensor().clone() if isinstance(total, DTensor) else total), count
 
 
 def parameter_rules(kit: ModelKit, module: nn.Module) -> dict[str, Rule]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -21,9 +21,12 @@ from fourfold.parallel.data_parallel import Alone, Replicas, moved
 from fourfold.parallel.every_block import EveryBlock
 from fourfold.parallel.mesh import sub_mesh
 from fourfold.parallel.offload import home
+from fourfold.parallel.pipeline import Around, Pair, Pipeline, Weigh
 from fourfold.parallel.rehearsed_replicas import replicas
 from fourfold.parallel.sharded import Sharded, replaced
+from fourfold.parallel.stages import in_stages, whole
 from fourfold.parallel.tensor_parallel import sum_partial, tensor_parallel
+from fourfold.parallel.tied import Tied
 from fourfold.parallel.trail import Trail, held_back
 from fourfold.spec.errors import CheckFailed
 from fourfold.spec.grid import Grid
@@ -34,12 +37,13 @@ from fourfold.spec.training import LayoutSpec, PrecisionSpec
 class Parallel:
     """A model spread over ranks.
 
-    module: called like the bare loss module. degree: over how many ranks the global batch is cut; dp_rank: which cut.
+    modules: the stages of this rank, or the whole model, each called like a bare loss module. network: all that this
+    rank has of it. degree: over how many ranks the global batch is cut; dp_rank: which cut.
     counts: whether this rank speaks for its targets, where several compute the same ones. speaks: for its samples.
     joined: under tensor parallel each module that has parameters, by name, with its rule; else empty. trail: of those.
     """
 
-    module: nn.Module
+    modules: tuple[LossModule, ...]
     network: nn.Module
     grid: Grid
     degree: int
@@ -47,39 +51,89 @@ class Parallel:
     counts: bool
     speaks: bool
     context: ContextParallel | None
-    reduction: Alone | Replicas | Sharded
+    pipeline: Pipeline | None
+    tied: Tied | None
+    reductions: tuple[Alone | Replicas | Sharded, ...]
     norm: GradientNorm
     joined: Mapping[str, Rule]
     trail: Trail | None
 
     @property
+    def module(self) -> nn.Module:
+        """The model in one piece, called like the bare loss module."""
+        (reduction,) = self.reductions
+        return reduction.module
+
+    @property
     def loss_factor(self) -> int:
         """What the loss is multiplied with before backward, so that gradients are summed over ranks."""
-        return self.degree * self.grid.cp if isinstance(self.reduction, Replicas) else 1
+        return self.degree * self.grid.cp if isinstance(self.reductions[0], Replicas) else 1
 
     @property
     def share(self) -> int:
         """Which part of a global batch this rank computes: of its samples, and of their tokens."""
         return self.dp_rank * self.grid.cp + (0 if self.context is None else self.context.rank)
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether what this rank computes ends in the loss."""
+        return self.pipeline is None or self.pipeline.is_last
+
     def own(self, batch: Batch) -> Batch:
         """What this rank computes of a microbatch of its samples: all of it, or some tokens of each row."""
         return batch if self.context is None else self.context.own(batch)
 
+    def run(self, batches: Sequence[Batch], weigh: Weigh, around: Around) -> list[Pair]:
+        """Forward and backward of all microbatches of a step; the loss of each as (sum, count), 0 where it is not.
+
+        weigh: from the sum of a microbatch's loss to what its backward begins with. around: entered for each forward,
+        by the number of its microbatch. Afterwards every gradient is the sum over all samples of the step.
+        Collectives: those of the modules and stages; the gradients' reduction, in the last backward or in each.
+        Raises CheckFailed where a gradient was left unreduced.
+        """
+        pairs = []
+        if self.pipeline is not None:
+            if self.tied is not None:
+                self.tied.follow()
+            with self._cut():
+                pairs = self.pipeline.run(batches, weigh, around)
+            if self.context is not None:
+                self.context.check()
+        else:
+            for number, batch in enumerate(batches):
+                with self.microbatch(last=number + 1 == len(batches)):
+                    with around(number):
+                        total, count = self.module(batch)
+                    weigh(total).backward()  # type: ignore[no-untyped-call]
+                pairs.append((total.detach(), count))
+        self.finish()
+        return pairs
+
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
-        """Around forward and backward of one microbatch of a step."""
-        with self.reduction.microbatch(last), self._cut():
+        """Around forward and backward of one microbatch of a step, of a model in one piece."""
+        (reduction,) = self.reductions
+        with reduction.microbatch(last), self._cut():
             yield
         if self.context is not None:
             self.context.check()
 
+    def look(self, batch: Batch) -> Pair:
+        """Forward of one microbatch alone, while `observing`; its loss as (sum, count), 0 where it is not."""
+        if self.pipeline is not None:
+            return self.pipeline.forward(batch)
+        total, count = self.modules[0](batch)
+        return total, count
+
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Around forwards without a backward: afterwards this rank holds again what it holds between two steps."""
+        if self.tied is not None:
+            self.tied.follow()
         with self._cut():
             yield
-        self.reduction.rest()
+        for reduction in self.reductions:
+            reduction.rest()
 
     @contextmanager
     def _cut(self) -> Iterator[None]:
@@ -107,10 +161,15 @@ class Parallel:
     def finish(self) -> None:
         """After the last backward: every gradient is the sum over all samples of the step, or CheckFailed.
 
-        Collectives: over "tp", one all-reduce of the gradients of norms and biases that sequence parallel cuts.
+        Collectives: over "tp", one all-reduce of the gradients of norms and biases that sequence parallel cuts; over
+        "pp", those of `Tied`.
         """
-        self.reduction.finish()
-        sum_partial(self.network)
+        for reduction in self.reductions:
+            reduction.finish()
+        for module in self.modules:
+            sum_partial(module)
+        if self.tied is not None:
+            self.tied.sum()
 
 
 def parallelize(
@@ -123,8 +182,8 @@ def parallelize(
 
     precision: in what parameters are gathered, and gradients summed over data-parallel ranks.
 
-    The order is fixed: tensor and sequence parallel, context parallel, expert parallel, recompute, sharded data
-    parallel, replicas, pipeline. The rules have refused what is not built yet.
+    The order is fixed: context parallel, tensor and sequence parallel, stages of a pipeline, expert parallel,
+    recompute, sharded data parallel or replicas. The rules have refused what is not built yet.
     Collectives: those that make the mesh's groups, and of `data_parallel.Replicas`.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -139,31 +198,44 @@ def parallelize(
     trail: Trail | None = None
     if grid.tp > 1:
         joined, trail = tensor_parallel(network, kit, sub_mesh(grid, device.type, "tp"), layout.sp)
-    reduction: Alone | Replicas | Sharded
-    if is_sharded(layout, device):
-        blocks = {name: network.get_submodule(name) for name in kit.blocks(network)}
-        reduction = Sharded(module, [*blocks.values()], layout, device, precision)
-        if layout.wrap != "model":
-            EveryBlock(reduction.module, blocks)
-    elif grid.dp_replicate * grid.cp > 1:
-        reduction = replicas(moved(module, device), layout, device, precision)
-    else:
-        reduction = Alone(moved(module, device), layout.unused_parameters)
-    counts = all(place[axis] == 0 for axis in ("pp", "tp"))
+    stages = whole(module)
+    if grid.pp > 1:
+        stages = in_stages(module, layout, device, precision, is_sharded(layout, device))
+    reductions = [spread(stage, layout, device, precision) for stage in stages.modules]
+    pipeline = Pipeline(stages.index, reductions, kit, layout, device, precision) if grid.pp > 1 else None
+    has_loss = pipeline is None or pipeline.is_last
     return Parallel(
-        reduction.module,
-        network,
+        stages.modules,
+        stages.network,
         grid,
         grid.degree("dp"),
         grid.index(rank, "dp"),
-        counts,
-        counts and place["cp"] == 0,
+        has_loss and place["tp"] == 0,
+        has_loss and place["tp"] == place["cp"] == 0,
         context,
-        reduction,
-        GradientNorm(grid, rank),
+        pipeline,
+        stages.tied,
+        tuple(reductions),
+        GradientNorm(grid, rank, stages.tied),
         joined,
         trail,
     )
+
+
+def spread(
+    module: LossModule, layout: LayoutSpec, device: torch.device, precision: PrecisionSpec
+) -> Alone | Replicas | Sharded:
+    """Data parallel of one stage, or of the whole model: sharded, in copies, or neither."""
+    grid = Grid.of(layout)
+    if is_sharded(layout, device):
+        blocks = {name: module.module.get_submodule(name) for name in module.kit.blocks(module.module)}
+        reduction = Sharded(module, [*blocks.values()], layout, device, precision)
+        if layout.wrap != "model":
+            EveryBlock(reduction.module, blocks)
+        return reduction
+    if grid.dp_replicate * grid.cp > 1:
+        return replicas(moved(module, device), layout, device, precision)
+    return Alone(moved(module, device), layout.unused_parameters)
 
 
 def is_sharded(layout: LayoutSpec, device: torch.device) -> bool:
@@ -171,12 +243,12 @@ def is_sharded(layout: LayoutSpec, device: torch.device) -> bool:
     grid = Grid.of(layout)
     return (
         (layout.zero > 0 and grid.degree("fsdp") > 1)
-        or (grid.dp_replicate * grid.cp > 1 and grid.tp > 1)
+        or (grid.dp_replicate * grid.cp > 1 and grid.tp * grid.pp > 1)
         or home(layout, device) != device
     )
 
 
 def is_cut(layout: LayoutSpec) -> bool:
-    """Whether every parameter will be a DTensor, so that it can be built without values."""
+    """Whether no rank will have every parameter whole, so that it can be built without values."""
     grid = Grid.of(layout)
-    return grid.tp > 1 or (layout.zero > 0 and grid.degree("fsdp") > 1)
+    return grid.tp * grid.pp > 1 or (layout.zero > 0 and grid.degree("fsdp") > 1)

@@ -33,16 +33,18 @@ def held(parallel: Parallel, moments: Iterable[Tensor]) -> Mapping[Category, int
         if storage._cdata not in seen:
             seen.add(storage._cdata)
             found["on disk" if storage.filename is not None else category] += storage.nbytes()
-    if isinstance(parallel.reduction, Replicas):
-        found["buffers"] += parallel.reduction.empty_bucket_bytes()
+    for reduction in parallel.reductions:
+        if isinstance(reduction, Replicas):
+            found["buffers"] += reduction.empty_bucket_bytes()
     return found
 
 
 def _state(parallel: Parallel, moments: Iterable[Tensor]) -> Found:
     """Every tensor of the state, by category, the more telling first: a storage counts where it is met first."""
-    if isinstance(parallel.reduction, Sharded):
-        for group in parallel.reduction.groups:
-            yield from _of_group(group)
+    for reduction in parallel.reductions:
+        if isinstance(reduction, Sharded):
+            for group in reduction.groups:
+                yield from _of_group(group)
     for parameter in parallel.network.parameters():
         yield "parameters", parameter
         if parameter.grad is not None:

@@ -49,12 +49,18 @@ def _copies_mesh(grid: Grid, device_type: str) -> DeviceMesh:
 
 def _settle(mesh: DeviceMesh) -> None:
     """Have the groups of `mesh` wait as long as the default group does; torch would give them 10 or 30 minutes."""
+    for group in mesh.get_all_groups():
+        _wait_as_the_world(group, mesh.device_type)
+
+
+def _wait_as_the_world(group: dist.ProcessGroup, device_type: str) -> None:
     if dist.get_backend() == "fake":
         return  # nobody is waited for
-    world, device = dist.distributed_c10d._get_default_group(), torch.device(mesh.device_type)
-    for group in mesh.get_all_groups():
-        # torch has no public name for it.
-        dist.distributed_c10d._set_pg_timeout(world._get_backend(device).options._timeout, group)
+    world = dist.distributed_c10d._get_default_group()
+    # torch has no public name for it.
+    dist.distributed_c10d._set_pg_timeout(
+        world._get_backend(torch.device(device_type)).options._timeout, group
+    )
 
 
 def sub_mesh(grid: Grid, device_type: str, *axes: str) -> DeviceMesh:
@@ -67,3 +73,24 @@ def sub_mesh(grid: Grid, device_type: str, *axes: str) -> DeviceMesh:
         if axes == ("copies",):
             axes = ("fsdp",) if grid.cp > 1 else ("dp_replicate",)
         return mesh_of(grid, device_type)[axes]
+
+
+@lru_cache(maxsize=8)
+def stage_group(grid: Grid, device_type: str) -> dist.ProcessGroup | None:
+    """The ranks that hold the same stages as this one; None: all of them do. Collectives: as `mesh_of`."""
+    if grid.pp == 1:
+        return None
+    mesh = mesh_of(grid, device_type)["dp_replicate", "fsdp", "tp"]._flatten("stage")
+    _settle(mesh)
+    return mesh.get_group()
+
+
+@lru_cache(maxsize=8)
+def ends_group(grid: Grid, device_type: str) -> dist.ProcessGroup | None:
+    """This rank's group of the first and the last rank of "pp"; None where it is neither. Collectives: as `mesh_of`."""
+    pairs = [[ranks[0], ranks[-1]] for ranks in grid.groups("pp")]
+    group, _ = dist.new_subgroups_by_enumeration(pairs)  # type: ignore[no-untyped-call]
+    mine: dist.ProcessGroup | None = group
+    if mine is not None:
+        _wait_as_the_world(mine, device_type)
+    return mine

@@ -7,7 +7,7 @@ dtype, and microbatches are added up in that.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,25 +35,36 @@ def loss_module(kit: ModelKit, network: nn.Module, precision: PrecisionSpec, hel
     held: FSDP2 will hold the network, and round its parameters itself.
     """
     network.register_forward_hook(_widened)
+    return rounded(LossModule(kit, network), precision, held)
+
+
+def rounded(module: LossModule, precision: PrecisionSpec, held: bool) -> LossModule:
+    """`module`, with its parameters rounded before each forward where `precision` says so, and FSDP2 does not do it."""
     dtype = narrow_dtype(precision) if precision.parameters == "compute" and not held else None
-    return LossModule(kit, network) if dtype is None else Rounded(kit, network, dtype)
+    return module if dtype is None else Rounded(module, dtype)
+
+
+def stream_dtype(precision: PrecisionSpec) -> torch.dtype:
+    """Of what goes from block to block: autocast adds what is narrow to a stream in the dtype of the parameters."""
+    narrow = narrow_dtype(precision) if precision.parameters == "compute" else None
+    return narrow or (torch.float64 if precision.compute == "fp64" else torch.float32)
 
 
 class Rounded(LossModule):
     """A network whose parameters take part in each forward rounded to `dtype`, as autograd sees it."""
 
-    def __init__(self, kit: ModelKit, module: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__(kit, module)
-        self._inner = (LossModule(kit, module),)  # in a tuple: no part of this module a second time
+    def __init__(self, inner: LossModule, dtype: torch.dtype) -> None:
+        super().__init__(inner.kit, inner.module)
+        self._inner = (inner,)  # in a tuple: no part of this module a second time
         self._dtype = dtype
 
-    def forward(self, batch: BatchLike) -> tuple[Tensor, Tensor]:
-        """See `LossModule.forward`."""
+    def forward(self, batch: BatchLike, *stream: Tensor | None) -> Any:
+        """See `LossModule.forward`, and `StageModule.forward`."""
         rounded = {
             f"module.{name}": p.to(self._dtype) if p.is_floating_point() else p
             for name, p in self.module.named_parameters()
         }
-        return cast(tuple[Tensor, Tensor], functional_call(self._inner[0], rounded, (batch,)))
+        return functional_call(self._inner[0], rounded, (batch, *stream))
 
 
 def policy(precision: PrecisionSpec) -> MixedPrecisionPolicy:

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from fourfold.parallel.mesh import sub_mesh
+from fourfold.parallel.mesh import stage_group, sub_mesh
 from fourfold.parallel.narrow import NarrowReduceScatter, policy
 from fourfold.parallel.offload import offload_policy
 from fourfold.parallel.took_part import TookPart
@@ -61,11 +61,11 @@ class Sharded:
         self.module = module
         self._stage = layout.zero
         self._unused = layout.unused_parameters
-        self._took_part = TookPart(module)
+        grid = Grid.of(layout)
+        self._took_part = TookPart(module, stage_group(grid, device.type))
         self._names = {child: name.removeprefix("module.") for name, child in module.named_modules()}
         self._offload = offload_policy(layout, device)
         self._precision = policy(precision)
-        grid = Grid.of(layout)
         self._replicas = grid.dp_replicate > 1
         self._asked: _Asked | None = None
         self._begun = False  # a step, by its first microbatch
@@ -125,6 +125,22 @@ class Sharded:
             self._asked = asked
         root.set_is_last_backward(last)
         yield
+
+    def reduce_split(self) -> None:
+        """After backwards in two halves, which FSDP2's own hooks take for whole ones: reduce what has been added up.
+
+        As torch's pipelining does it (PipelineStage.perform_reduce_grad).
+        """
+        root = self.module
+        assert isinstance(root, FSDPModule), "it was wrapped last"
+        root.set_is_last_backward(True)
+        root.set_reshard_after_backward(True)
+        root.set_requires_gradient_sync(True)
+        root.set_requires_all_reduce(True)
+        self._asked = None
+        for group in self.groups:
+            group.post_backward()
+        root._get_fsdp_state()._root_post_backward_final_callback()
 
     def rest(self) -> None:
         """Drop what was gathered; a forward without a backward leaves it, and stages 1 and 2 hold it until then."""

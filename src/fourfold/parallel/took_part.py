@@ -17,8 +17,12 @@ from fourfold.spec.errors import CheckFailed, Problem
 class TookPart:
     """Which parameters took part in a step's backwards: FSDP2 gives the others zeros, and AdamW would move them."""
 
-    def __init__(self, module: nn.Module) -> None:
-        """Watch every trainable parameter of `module`, which is not wrapped yet."""
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        """Watch every trainable parameter of `module`, which is not wrapped yet.
+
+        group: the ranks that have it, if not all do.
+        """
+        self._group = group
         self._names: dict[tuple[int, str], str] = {}
         self._used: set[str] = set()
         self._hooked: dict[int, Any] = {}
@@ -56,14 +60,14 @@ class TookPart:
     def settle(self, module: nn.Module, may_be_unused: bool) -> None:
         """Forget the step; what took part on no rank has no gradient.
 
-        Collectives: one small all-reduce over the world, if parameters may be unused.
+        Collectives: one small all-reduce over the ranks that have the module, if parameters may be unused.
         """
         names = self._trained
         idle = [name for name in names if name not in self._used]
         if may_be_unused:
             with with_values():
                 mask = torch.tensor([name in self._used for name in names], dtype=torch.uint8)
-                dist.all_reduce(mask, op=dist.ReduceOp.MAX)
+                dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._group)
                 used = mask.tolist()
             parameters = dict(module.named_parameters())
             for name, took_part in zip(names, used, strict=True):

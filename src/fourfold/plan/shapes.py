@@ -6,7 +6,7 @@ The tests hold every name, shape and cut to the built model and its sharding tab
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fourfold.plan.parameters import positions
@@ -16,7 +16,7 @@ from fourfold.spec.widths import ffn_width, head_width
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One parameter. block: the index of the block it is in; None outside of the blocks.
+    """One parameter. block: the index of the block it is in; None outside of the blocks; after: behind all of them.
 
     cut: the dim that tensor parallel cuts; None: whole on every rank. parts: equal parts along it that are never cut;
     with fewer parts than ranks it is whole on every rank.
@@ -26,6 +26,7 @@ class Shape:
     block: int | None = None
     cut: int | None = None
     parts: int | None = None
+    after: bool = False
 
 
 def parameter_shapes(model: ModelSpec) -> Mapping[str, Shape] | None:
@@ -75,9 +76,9 @@ def _decoder(model: DecoderSpec) -> Iterator[tuple[str, Shape]]:
         for name in ("gate", "up") if model.ffn == "swiglu" else ("up",):
             yield from _linear(f"{at}.ffn.{name}", width, hidden, biases, index, "column", parts=hidden)
         yield from _linear(f"{at}.ffn.down", hidden, width, biases, index, "row")
-    yield from _norm("norm", width, model.norm, None)
+    yield from ((name, replace(shape, after=True)) for name, shape in _norm("norm", width, model.norm, None))
     if not model.tied:
-        yield "head.weight", Shape((model.vocabulary, width), None, 0)
+        yield "head.weight", Shape((model.vocabulary, width), None, 0, after=True)
 
 
 def _mlp(model: MlpSpec) -> Iterator[tuple[str, Shape]]:
@@ -86,4 +87,5 @@ def _mlp(model: MlpSpec) -> Iterator[tuple[str, Shape]]:
         rule = "column" if index % 2 == 0 else "row"
         yield from _linear(f"layers.{index}", before, after, model.biases, index, rule)
     rule = "row" if model.layers % 2 else "replicate"
-    yield from _linear("output", model.hidden, model.outputs, model.biases, None, rule)
+    output = _linear("output", model.hidden, model.outputs, model.biases, None, rule)
+    yield from ((name, replace(shape, after=True)) for name, shape in output)

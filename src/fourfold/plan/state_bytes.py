@@ -27,9 +27,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fourfold.plan.shapes import Shape, parameter_shapes
+from fourfold.plan.stages import TIED, held_by
 from fourfold.spec.boxes import shard_range
 from fourfold.spec.grid import Grid
-from fourfold.spec.model import MlpSpec
+from fourfold.spec.model import DecoderSpec, MlpSpec
+from fourfold.spec.schedules import stages_in_all, stages_of
 from fourfold.spec.spec import Spec
 from fourfold.spec.training import PrecisionSpec
 
@@ -56,16 +58,18 @@ class Part:
 def rank_bytes(spec: Spec, rank: int) -> Mapping[Instant, Mapping[Category, int]] | None:
     """What `rank` of a settled Spec holds; None for a model whose shapes, or a layout whose state, is not known.
 
-    "between microbatches" is left out where a step has only one. Rank 0 holds the most: first shards are the largest.
+    "between microbatches" is left out where a step has only one, or a pipeline has several under way. Rank 0 holds the
+    most of its stage: first shards are the largest.
     """
     parts, layout = parts_of(spec, rank), spec.layout
-    if parts is None or max(layout.pp, layout.ep) > 1:
+    if parts is None or layout.ep > 1:
         return None
     each = element_bytes(spec.precision)
     engine = engine_of(spec)
     whole = each * sum(part.whole for part in parts)
     padded = each * sum(part.padded for part in parts)
-    held = {"parameters": padded if engine == "zero" else whole}
+    twins = sum((part.padded if engine == "zero" else part.whole) for part in twins_of(spec, rank))
+    held = {"parameters": (padded if engine == "zero" else whole) + each * twins}
     if layout.offload == "disk":
         held["on disk"] = max(_in_file(parts, each), ALIGNED_BYTES)
     if engine == "ddp":
@@ -80,7 +84,7 @@ def rank_bytes(spec: Spec, rank: int) -> Mapping[Instant, Mapping[Category, int]
     between["gradients"] = padded if layout.zero >= 2 and engine == "zero" else whole
     if layout.zero >= 2 and engine == "zero":
         between["buffers"] = each * _gathered(_last_reduced(parts, spec), spec)
-    if spec.batch.accumulation == 1:
+    if spec.batch.accumulation == 1 or layout.pp > 1:
         del instants["between microbatches"]
     return {
         instant: {category: instants[instant].get(category, 0) for category in CATEGORIES}
@@ -97,17 +101,33 @@ def engine_of(spec: Spec) -> Literal["alone", "ddp", "replicate", "zero"]:
         return "zero"
     if grid.dp_replicate * grid.cp == 1:
         return "alone"
-    return "replicate" if layout.tp > 1 else "ddp"
+    return "replicate" if layout.tp * layout.pp > 1 else "ddp"
 
 
 def parts_of(spec: Spec, rank: int) -> list[Part] | None:
-    """Every parameter as `rank` holds it; None where the shapes are not known."""
+    """Every parameter that `rank` holds, as it does; None where the shapes are not known."""
     shapes = parameter_shapes(spec.model)
     if shapes is None:
         return None
     grid = Grid.of(spec.layout)
     shards = grid.degree("fsdp") if spec.layout.zero else 1
-    return [_part(shape, grid, rank, shards) for shape in shapes.values()]
+    here = held_by(spec.layout, shapes, grid.coordinate(rank)["pp"], _is_tied(spec))
+    return [_part(shapes[name], grid, rank, shards) for name in here]
+
+
+def twins_of(spec: Spec, rank: int) -> list[Part]:
+    """The tied parameters that a rank of the first and the last stage has a second time."""
+    shapes, layout, grid = parameter_shapes(spec.model), spec.layout, Grid.of(spec.layout)
+    ends = {0, stages_in_all(layout) - 1}
+    if shapes is None or layout.pp == 1 or not _is_tied(spec):
+        return []
+    if not ends <= {*stages_of(layout, grid.coordinate(rank)["pp"])}:
+        return []
+    return [_part(shapes[TIED], grid, rank, grid.degree("fsdp") if layout.zero else 1)]
+
+
+def _is_tied(spec: Spec) -> bool:
+    return isinstance(spec.model, DecoderSpec) and spec.model.tied
 
 
 def _part(shape: Shape, grid: Grid, rank: int, shards: int) -> Part:

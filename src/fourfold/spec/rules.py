@@ -17,6 +17,7 @@ from fourfold.spec import (
     rules_layout,
     rules_memory,
     rules_model,
+    rules_pipeline,
     rules_precision,
     rules_training,
 )
@@ -94,7 +95,30 @@ RULES: tuple[Rule, ...] = (
         rules_layout.tp_fills_vocabulary,
         owed="library",
     ),
-    Rule("a layer for every stage", ("layout.pp", "model.layers"), rules_layout.pp_has_layers),
+    Rule(
+        "a layer for every stage",
+        ("layout.pp", "layout.pp_virtual", "layout.pp_schedule", "model.layers"),
+        rules_pipeline.pp_has_layers,
+    ),
+    Rule(
+        "stages of the schedule", ("layout.pp_virtual", "layout.pp_schedule"), rules_pipeline.virtual_stages
+    ),
+    Rule(
+        "a stage for every layer",
+        ("layout.pp_split", "layout.pp", "layout.pp_virtual", "model.layers"),
+        rules_pipeline.split_fits,
+    ),
+    Rule(
+        "parameters of split backwards",
+        ("layout.zero", "layout.pp_schedule", "layout.pp"),
+        rules_pipeline.splits_keep_parameters,
+        owed="library",
+    ),
+    Rule(
+        "microbatches of the schedule",
+        ("batch.accumulation", "layout.pp_schedule", "layout.pp"),
+        rules_pipeline.microbatches_fill,
+    ),
     Rule(
         "schedule inside the run",
         ("optimizer.decay_steps", "optimizer.warmup_steps", "run.steps"),

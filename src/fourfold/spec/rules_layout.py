@@ -152,18 +152,6 @@ def tp_fills_vocabulary(spec: Spec) -> Problem | None:
     )
 
 
-def pp_has_layers(spec: Spec) -> Problem | None:
-    model = spec.model
-    if not isinstance(model, DecoderSpec) or spec.layout.pp <= model.layers:
-        return None
-    return Problem(
-        asked=f"layout.pp = {spec.layout.pp} with model.layers = {model.layers}",
-        found="more pipeline stages than layers",
-        why="every stage holds at least one layer",
-        instead=either("layout.pp", [model.layers]),
-    )
-
-
 def _kv_heads(model: DecoderSpec) -> int:
     return model.heads if model.mla is not None else model.kv_heads or model.heads
 

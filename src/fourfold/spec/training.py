@@ -67,6 +67,9 @@ class PrecisionSpec(Value):
 
 
 CpMethod = Literal["gather", "ring", "ulysses"]
+PpSchedule = Literal[
+    "gpipe", "1f1b", "looped-bfs", "interleaved-1f1b", "interleaved-zero-bubble", "zbv", "dualpipe-v"
+]
 
 
 class LayoutSpec(Value):
@@ -82,6 +85,12 @@ class LayoutSpec(Value):
     # How attention meets tokens of other cp ranks: keys and values gathered, in a ring, or tokens exchanged for heads.
     cp_method: CpMethod = "gather"
     sp: bool = False  # sequence parallel: a property of tp
+    pp_schedule: PpSchedule = "1f1b"  # in what order the microbatches of a step pass through the stages
+    pp_virtual: PositiveInt | None = (
+        None  # stages of one rank; default: 1, or 2 where the schedule has several
+    )
+    # Blocks of each stage, in order; default: so that all stages cost about the same.
+    pp_split: Annotated[tuple[PositiveInt, ...], Field(strict=False)] | None = None
     unused_parameters: bool = False  # some parameters take no part in some steps (costs a search per step)
     bucket_mib: Annotated[float, Field(gt=0.0)] = 25.0  # gradient bucket of data parallel
     wrap: PositiveInt | Literal["model"] = (

@@ -47,7 +47,8 @@ def check_step(training: Training, batches: Sequence[Batch], pair: LossPair, nor
             )
         if not scale.skips:
             _check_finite(training, step, float(pair.sum), float(norm))
-        _check_count(step, sum(batch.valid_count() for batch in batches), int(pair.count))
+        if training.parallel.has_loss:
+            _check_count(step, sum(batch.valid_count() for batch in batches), int(pair.count))
 
 
 def check_line(line: dict[str, float], targets: int) -> None:

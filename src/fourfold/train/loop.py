@@ -86,13 +86,15 @@ def warm_up(training: Training) -> None:
     def beat(step: int, phase: str, patient: bool = False) -> None:  # noqa: ARG001
         training.beat(0, f"warm-up: {phase}", patient)
 
-    batch = training.loader.mock()
+    # A pipeline runs as many of them as there are in a step: its schedule is made for that.
+    microbatches = training.schedule.accumulation if training.parallel.pipeline is not None else 1
+    batches = [training.loader.mock()] * microbatches
     check_masters(training)
     norms = []
     with untouched(training):
         for scale in training.scale.trials():
             trial = replace(training, beat=beat, scale=scale)
-            accumulate(trial, [batch], agree_totals(trial, [batch], stop_requested=False))
+            accumulate(trial, batches, agree_totals(trial, batches, stop_requested=False))
             norms.append(clip(trial))
             check_clipped(trial, norms[-1])
             training.optimizer.drop_gradients()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from fourfold.parallel.mesh import stage_group
 from fourfold.train.setup import Training
 from fourfold.train.streams import restore_streams, streams_of
 
@@ -46,14 +47,15 @@ def observing(training: Training) -> Iterator[None]:
 
 @torch.no_grad()
 def share_buffers(training: Training) -> None:
-    """Give every rank rank 0's buffers, as the next step's first forward would.
+    """Give every rank rank 0's buffers, as the next step's first forward would: of each stage those of its first rank.
 
     Running statistics are each rank's own between the two: neither a checkpoint nor a validation could be of one model.
-    Collectives: one broadcast for each buffer, on the default group; none in a world of one.
+    Collectives: one broadcast for each buffer, among the ranks that have it; none where that is one.
     """
     if training.parallel.degree == 1:
         return
+    group = stage_group(training.parallel.grid, training.device.type)
     for buffer in training.model.buffers():
         data = buffer.contiguous().reshape(-1).view(torch.uint8)  # gloo does not know every dtype
-        dist.broadcast(data, src=0)
+        dist.broadcast(data, group=group, group_src=0)
         buffer.copy_(data.view(buffer.dtype).view(buffer.shape))

@@ -33,6 +33,7 @@ from fourfold.launch.rank import Joined, Rank
 from fourfold.models.protocol import BoxedKit, ModelKit
 from fourfold.models.registry import kit_for
 from fourfold.parallel.apply import Parallel, is_cut, is_sharded, parallelize
+from fourfold.parallel.initial import give_memory
 from fourfold.parallel.narrow import loss_module
 from fourfold.parallel.offload import MappedMoments
 from fourfold.plan.rehearsal import Rehearsal
@@ -158,7 +159,8 @@ def _built(spec: Spec, mode: FakeTensorMode, live: LiveBytes) -> tuple[Training,
         parallel = parallelize(module, layout, _CPU, spec.precision)
     with mode, live:
         if parallel is not None:
-            module.to_empty(device=_CPU)
+            for part in parallel.modules:
+                give_memory(part, _CPU)
         else:
             _remake(module, lambda tensor: torch.empty_like(tensor, device=_CPU))
             parallel = parallelize(module, layout, _CPU, spec.precision)

@@ -73,6 +73,11 @@ class Watch:
             traffic=traffic_of(self.collectives.found, self.training.parallel.grid),
         )
 
+    @property
+    def _staged(self) -> bool:
+        """Whether the microbatches of a step are under way together: then none stands for others."""
+        return self.training.parallel.pipeline is not None
+
     def _see(self, instant: Instant) -> None:
         self.at[instant] = self._held()
 
@@ -90,7 +95,8 @@ class Watch:
         training = self.training
         accumulation = training.schedule.accumulation
         with with_values():
-            batches = [training.loader.mock()] * min(accumulation, _MICROBATCHES)
+            number_of = accumulation if self._staged else min(accumulation, _MICROBATCHES)
+            batches = [training.loader.mock()] * number_of
             pending = agree_totals(training, batches, False)
         accumulate(training, [_blank(batch) for batch in batches], pending)
         clip(training)
@@ -98,7 +104,8 @@ class Watch:
 
     def _beat(self, step: int, phase: str, patient: bool = False) -> None:  # noqa: ARG002
         self._phase = phase
-        between = max(self.training.schedule.accumulation - _MICROBATCHES + 1, 1)
+        left = self.training.schedule.accumulation - _MICROBATCHES + 1
+        between = 1 if self._staged else max(left, 1)
         if phase == "forward":
             self._microbatch += 1
             if self._microbatch == 1:

@@ -29,7 +29,7 @@ from fourfold.train.observe import observing
 from fourfold.train.precision import autocast
 from fourfold.train.resume import differences
 from fourfold.train.setup import Training
-from fourfold.train.state import PlainState, make_room, never_updated, tensors_of
+from fourfold.train.state import PlainState, everywhere, make_room, never_updated, tensors_of
 from fourfold.train.streams import restore_streams
 
 
@@ -47,8 +47,8 @@ def save_state(training: Training, run: RunDir, step: int, batches: Sequence[Bat
 
     The loss of that batch under the saved parameters goes with it: `load_state` holds it against its own.
     metrics: the end of the record so far; rank 0's counts.
-    Collectives: those of `checkpoint.save`, of `observing`, and one small sum. No rank holds more of the state than
-    its own; what is not contiguous passes through a buffer of a few MiB.
+    Collectives: those of `checkpoint.save`, of `observing`, of `everywhere`, and one small sum. No rank holds more of
+    the state than its own; what is not contiguous passes through a buffer of a few MiB.
     Raises NotSaved on every rank if any rank could not write.
     """
     spec = training.spec
@@ -64,7 +64,7 @@ def save_state(training: Training, run: RunDir, step: int, batches: Sequence[Bat
         spec=spec.model_dump(mode="json"),
         probe_loss=_probe_loss(training, batches).hex(),
         metrics=metrics,
-        never_updated=never_updated(training),
+        never_updated=tuple(everywhere(training, never_updated(training))),
         loss_scale=training.scale.state(),
     )
     return save(
@@ -79,7 +79,7 @@ def save_state(training: Training, run: RunDir, step: int, batches: Sequence[Bat
 def load_state(training: Training, folder: Path) -> Restored:
     """Put a checkpoint's state back.
 
-    Collectives: those of `open_together`, of `checkpoint.load` and of `observing`, and one small sum.
+    Collectives: those of `open_together`, of `checkpoint.load`, of `everywhere` and of `observing`, and one small sum.
     Raises DataError for a checkpoint that cannot be read, is of another run (world, Spec, data), or holds other entries
     than the Spec allows; CheckFailed if the last batch's loss is not, bit for bit, the one that was saved.
     """
@@ -95,7 +95,7 @@ def load_state(training: Training, folder: Path) -> Restored:
     }
     _restore_scale(training, state, folder)
     tensors = make_room(training, manifest.tensors, state.never_updated)
-    leave = allowed(training.spec.checkpoint, manifest.tensors.keys() - others, tensors)
+    leave = allowed(training.spec.checkpoint, manifest.tensors.keys() - others, everywhere(training, tensors))
     load(folder, tensors, allow_missing=leave.initial, allow_surplus=[*others, *leave.left_out])
     batches = next(training.loader.steps(manifest.step - 1, manifest.step))
     restore_streams(rank, tensors)
@@ -198,6 +198,6 @@ def _probe_loss(training: Training, batches: Sequence[Batch]) -> float:
     with observing(training):
         for batch in batches:
             with autocast(training.spec.precision, training.device):
-                loss_sum, _ = training.loss_module(batch.to(training.device, float_dtype))
+                loss_sum, _ = training.parallel.look(batch.to(training.device, float_dtype))
             total += loss_sum.double()
     return float(sum_floats(total if training.parallel.counts else torch.zeros_like(total))[0])

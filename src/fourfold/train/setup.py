@@ -55,7 +55,7 @@ def _nobody() -> None:
 class Training:
     """One rank's share of a run. `spec` is settled; `model` is the bare module, `parallel` the spread one.
 
-    between: told after the first microbatch of a step that is not its last one.
+    between: told after the first microbatch of a step that is not its last one, where there are no stages.
     """
 
     spec: Spec
@@ -135,8 +135,9 @@ def open_training(
     if is_cut(spec.layout) and isinstance(kit, BoxedKit):
         module = loss_module(kit, kit.skeleton(dtype), spec.precision, held)
         parallel = parallelize(module, spec.layout, joined.device, spec.precision)
-        fill_boxes(module, kit, seed, home(spec.layout, joined.device))
-        census |= check_boxes(module.module)
+        for part in parallel.modules:
+            fill_boxes(part, kit, seed, home(spec.layout, joined.device))
+        census |= check_boxes(parallel.network)
     else:
         module = loss_module(kit, kit.build(seed, dtype), spec.precision, held)
         census |= check_parameters(module.module)
@@ -166,7 +167,7 @@ def assembled(
 
     Collectives: none. Raises DataError where moments have no room, SpecError for a transform that does not fit.
     """
-    model = module.module
+    model = parallel.network
     schedule = batch_schedule(spec, len(sources.train), parallel.degree)
     return Training(
         spec,

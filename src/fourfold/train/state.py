@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import Field
 from torch import Tensor, nn
 
+from fourfold.collectives.agree import agree
 from fourfold.parallel.clip import as_cut
 from fourfold.record.rewind import Mark
 from fourfold.spec.errors import FourfoldError, Problem
@@ -61,6 +62,18 @@ def tensors_of(training: Training) -> dict[str, Tensor]:
 def never_updated(training: Training) -> tuple[str, ...]:
     """Parameters without moments: frozen ones, and those that took part in no step so far."""
     return tuple(name for name in training.named_parameters() if not training.optimizer.state_of(name))
+
+
+def everywhere(training: Training, names: Collection[str]) -> list[str]:
+    """Those names that any rank has, in one order: the stages of a pipeline have their own.
+
+    Collectives: one all-gather of objects, where there are stages.
+    """
+    if training.parallel.pipeline is None:
+        return [*names]
+    return list(
+        dict.fromkeys(name for of_rank in agree(dict.fromkeys(names, ""), partly=True) for name in of_rank)
+    )
 
 
 def unsaved(training: Training) -> tuple[str, ...]:

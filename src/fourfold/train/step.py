@@ -9,7 +9,8 @@ microbatches of the step, known before the first backward, so that no cut of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -79,29 +80,33 @@ def accumulate(
     float_dtype = training.dtype if training.dtype is torch.float64 else None
     # Under loss scaling it comes after backward: a scale means the same range on every layout.
     weight, after = (1, parallel.loss_factor) if training.scale.dynamic else (parallel.loss_factor, 1)
-    sums, counts = [], []
+    step = batches[0].step + 1
     totals: Totals | None = None
-    for index, batch in enumerate(batches):
-        last = index == len(batches) - 1
-        training.beat(batch.step + 1, "forward")
-        with parallel.microbatch(last):
-            with autocast(spec.precision, training.device):
-                loss_sum, count = parallel.module(batch.to(training.device, float_dtype))
-            if totals is None:
-                totals = pending.wait()
-            training.beat(batch.step + 1, "backward")
-            check_loss(loss_sum)
-            (loss_sum * (weight * training.scale.value / max(totals.count, 1))).backward()
-        sums.append(loss_sum.detach().double())
-        counts.append(count)
-        if index == 0 and not last:
+
+    @contextmanager
+    def around(number: int) -> Iterator[None]:
+        if number == 1 and parallel.pipeline is None:
             training.between()
-    assert totals is not None, "a step has at least one microbatch"
-    parallel.finish()
+        training.beat(step, "forward")
+        with autocast(spec.precision, training.device):
+            yield
+
+    def weighed(loss_sum: Tensor) -> Tensor:
+        nonlocal totals
+        if totals is None:
+            totals = pending.wait()
+        training.beat(step, "backward")
+        check_loss(loss_sum)
+        return loss_sum * (weight * training.scale.value / max(totals.count, 1))
+
+    pairs = parallel.run([batch.to(training.device, float_dtype) for batch in batches], weighed, around)
+    if totals is None:  # the loss is on another stage
+        totals = pending.wait()
     if training.scale.dynamic:
         held = [local(p.grad) for p in training.model.parameters() if p.grad is not None]
         training.scale.unscale(held, after)
-    return LossPair(torch.stack(sums).sum(), torch.stack(counts).sum()), totals
+    sums, counts = zip(*pairs, strict=True)
+    return LossPair(torch.stack([one.double() for one in sums]).sum(), torch.stack(counts).sum()), totals
 
 
 @torch.no_grad()

@@ -79,7 +79,7 @@ def validate(
                 return "broken off"
             wishes = start_sum([int(stop is not None and stop.requested)])
             with autocast(spec.precision, training.device):
-                loss_sum, count = training.loss_module(batch.to(training.device, float_dtype))
+                loss_sum, count = parallel.look(batch.to(training.device, float_dtype))
             filled = (batch.sample_ids >= 0).sum() * int(parallel.speaks)
             sums += torch.stack([loss_sum.double(), count.double(), filled.to(training.device).double()])
     wishes.wait()  # what came with the last batch came too late

@@ -97,10 +97,26 @@ class AdversaryKit(DecoderKit):
 
     def loss(self, module: nn.Module, batch: BatchLike) -> tuple[Tensor, Tensor]:
         """See `ModelKit.loss`."""
+        self._choose(module, batch)
+        return super().loss(module, batch)
+
+    def part(
+        self, module: nn.Module, batch: BatchLike, stream: Tensor | None, last: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """See `StagedKit.part`."""
+        if last:
+            self._choose(module, batch)
+        return super().part(module, batch, stream, last)
+
+    def _choose(self, module: nn.Module, batch: BatchLike) -> None:
         assert isinstance(module, Adversary)
         whole = batch if batch.context is None else batch.context
         module.choose(uses(whole.inputs, whole.valid, self._every, self._residue).to(batch.inputs.device))
-        return super().loss(module, batch)
+
+    def ends(self, module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """See `StagedKit.ends`: `Sometimes` runs after the last block."""
+        before, after = super().ends(module)
+        return before, (f"blocks.{self.spec.layers}", *after)
 
     def sharding(self) -> dict[str, Rule]:
         """See `ModelKit.sharding`: `Sometimes` has a column and a row between which one DTensor runs."""

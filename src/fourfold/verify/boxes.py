@@ -65,7 +65,7 @@ def gradients(training: Training) -> dict[str, Part]:
 def gradient_gaps(
     training: Training, reference: Reference, step: int, factor: float = 1.0
 ) -> dict[str, float]:
-    """Gap of each gradient to `factor` times the reference's.
+    """Gap of each gradient to `factor` times the reference's, of what this rank has of the model.
 
     inf where only one of them exists, and where it is not cut as its parameter is.
     """
@@ -77,7 +77,7 @@ def gradient_gaps(
         if name in held and name in expected and held[name].box == cut[name]
         else math.inf
         for name in reference.names
-        if name in held or name in expected
+        if name in cut and (name in held or name in expected)
     }
 
 
@@ -89,7 +89,7 @@ def parameter_gaps(training: Training, reference: Reference, step: int) -> dict[
         name: held[name].gap(expected[name], sizes[name], largest)
         if name in held and name in expected
         else math.inf
-        for name in held.keys() | expected.keys()
+        for name in (held if training.parallel.pipeline is not None else held.keys() | expected.keys())
     }
 
 

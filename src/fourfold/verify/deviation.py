@@ -59,6 +59,7 @@ class _Trace:
     """One file: microbatches by (step, microbatch), stages by step, and where and why the rank raised.
 
     counts: whether the rank speaks for its samples. output, behind, loss: see `whole.Collectives`.
+    here: the modules and parameters of this rank's stages, None: all of them; has_loss: whether the loss is here.
     """
 
     micros: dict[tuple[int, int], dict[Key, Values]] = field(default_factory=dict)
@@ -68,6 +69,15 @@ class _Trace:
     output: Mapping[str, str] = field(default_factory=dict)
     behind: Mapping[str, str] = field(default_factory=dict)
     loss: str = ""
+    here: frozenset[str] | None = None
+    has_loss: bool = True
+
+    def due(self, key: Key) -> bool:
+        """Whether this happens on this rank."""
+        kind, name, _ = key
+        if kind in (LOSS, WEIGHT):
+            return self.has_loss
+        return self.here is None or kind == BATCH or name in self.here
 
     def complete(self, step: int, micro: int) -> bool:
         """Whether the rank went beyond this microbatch: what it lacks did not run. Else it may have been killed."""
@@ -153,6 +163,8 @@ def _in_microbatch(
     missing: dict[int, Deviation] = {}
     for key in expected.trace.keys(step):
         for rank, trace in held.items():
+            if not trace.due(key):
+                continue
             block = trace.micros.get((step, micro), {})
             actual = block.get(key)
             if actual is None:
@@ -162,7 +174,7 @@ def _in_microbatch(
                         step, micro, rank, key, inf, before, trace, "it did not run here"
                     )
                 continue
-            peer = next(held[p] for p in held if list(rows[p]) == list(rows[rank]))
+            peer = next(held[p] for p in held if list(rows[p]) == list(rows[rank]) and held[p].due(key))
             found = _judged(
                 expected, step, key, rows[rank], actual, usual, peer.micros.get((step, micro), {})
             )
@@ -328,7 +340,8 @@ def _read(path: Path) -> _Trace:
         if "failed" in line:
             trace.failed = (line["step"], line["failed"])
         elif "counts" in line:
-            trace.counts = line["counts"]
+            trace.counts, trace.has_loss = line["counts"], line.get("loss", True)
+            trace.here = frozenset(line["here"]) if line.get("here") is not None else None
             trace.output, trace.behind, trace.loss = (
                 line["collectives"][k] for k in ("output", "behind", "loss")
             )

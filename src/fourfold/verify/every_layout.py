@@ -33,7 +33,7 @@ from fourfold.verify.out import open_folder
 from fourfold.verify.reference import Reference
 from fourfold.verify.uneven import sharpened
 
-LAYERS, SEQUENCE = 2, 32  # of a decoder, at most
+LAYERS, SEQUENCE = 4, 32  # of a decoder, at most
 MICROBATCHES = 2
 ROWS = 2  # of a microbatch where the batch is cut into most shares
 

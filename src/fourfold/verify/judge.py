@@ -202,7 +202,7 @@ class Judge:
             return
         gaps, silent = [], []
         for number, rank in enumerate(ranks):
-            for step, own in enumerate(rank.steps):
+            for step, own in enumerate(rank.steps if rank.has_loss else ()):
                 if rank.share not in speaker:
                     silent.append(number)
                     continue

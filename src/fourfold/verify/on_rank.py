@@ -42,7 +42,8 @@ class RankGaps:
     """One rank's run.
 
     parameters: by name, of this rank's box, after the last step; boxes: which they are.
-    share: which part of the global batch it computes; counts: whether it speaks for that, or a peer does.
+    share: which part of the global batch it computes; counts: whether it speaks for that, or a peer does; has_loss:
+    whether it knows the loss of it.
     """
 
     steps: tuple[StepGaps, ...]
@@ -50,6 +51,7 @@ class RankGaps:
     boxes: dict[str, Box]
     share: int
     counts: bool
+    has_loss: bool = True
 
 
 def measure_rank(spec: Spec, masking: Masking, reference: Reference) -> RankGaps:
@@ -69,7 +71,8 @@ def measure_rank(spec: Spec, masking: Masking, reference: Reference) -> RankGaps
             steps.append(StepGaps(float(pair.sum), int(pair.count), totals.count, float(norm), gradients))
         gaps = parameter_gaps(training, reference, len(reference.steps) - 1)
         boxes = {name: part.box for name, part in parameters(training).items()}
-        return RankGaps(tuple(steps), gaps, boxes, training.parallel.share, training.parallel.counts)
+        parallel = training.parallel
+        return RankGaps(tuple(steps), gaps, boxes, parallel.share, parallel.counts, parallel.has_loss)
 
 
 @contextmanager

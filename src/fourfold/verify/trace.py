@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -81,8 +81,27 @@ def fingerprint(tensor: Tensor, rows: int) -> list[list[float]]:
     return projected
 
 
+@dataclass(slots=True)
+class _Micro:
+    """One microbatch under way."""
+
+    rows: int
+    events: list[Event] = field(default_factory=list)
+    calls: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def note(self, kind: str, name: str, values: list[list[float]], call: int | None = None) -> int:
+        """Record one event; returns its call number."""
+        if call is None:
+            call = self.calls.get((kind, name), 0)
+            self.calls[kind, name] = call + 1
+        self.events.append(Event(kind, name, call, values))
+        return call
+
+
 class Tracer:
-    """Watches one loss module; hands the events of a microbatch to `sink` when the next one begins, or at `flush`.
+    """Watches the modules of a rank; hands the events of a microbatch to `sink` when the next one begins.
+
+    In a pipeline several are under way at once: all are handed on at `flush`, in their order.
 
     Also keeps, until `forget`, the gradients before any reduction but that inside tensor parallel: of each parameter
     summed over the microbatches of the step (`own`) and of the last one (`last`); where a tensor-parallel rank has but
@@ -91,23 +110,24 @@ class Tracer:
 
     def __init__(
         self,
-        loss_module: nn.Module,
+        loss_modules: Sequence[nn.Module],
         model: nn.Module,
         sink: Callable[[Sequence[Event]], None],
         whole: Whole | None = None,
+        staged: bool = False,
     ) -> None:
+        """loss_modules: the model in one piece, or its stages; model: all of it that is here, under its own names."""
         self.own: dict[str, Tensor] = {}
         self.last: dict[str, Tensor] = {}
         self.part: dict[str, Tensor] = {}
         self._whole = whole or Whole()
         self._hooked: dict[int, Tensor] = {}  # kept, so that an id stays its own
         self.weight: float | None = None
-        self._sink = sink
-        self._events: list[Event] = []
-        self._calls: dict[tuple[str, str], int] = {}
+        self._sink, self._staged = sink, staged
+        self._micros: dict[tuple[int, ...], _Micro] = {}  # by the rows of each
+        self._now = _Micro(1)
         self.step = 0  # of the microbatch at hand
-        self._rows = 1
-        self._handles = list(_watch(self, loss_module, model))
+        self._handles = list(_watch(self, loss_modules, model))
 
     def close(self) -> None:
         """Remove every hook."""
@@ -115,46 +135,46 @@ class Tracer:
             handle.remove()
 
     def flush(self) -> None:
-        """The step's microbatches are over: hand on the last one's events."""
-        if self._events:
-            self._sink(self._events)
-        self._events = []
+        """The step's microbatches are over: hand on what is left of their events."""
+        for micro in self._micros.values():
+            self._sink(micro.events)
+        self._micros = {}
 
     def forget(self) -> None:
         """The step is over: its gradients are no longer needed."""
         self.own, self.last, self.part, self.weight = {}, {}, {}, None
 
     def begin(self, batch: Batch) -> None:
-        """A microbatch enters the loss module."""
-        self.flush()
-        self.step, self._calls, self._rows = batch.step, {}, len(batch.sample_ids)
-        ids = torch.stack([batch.rows, batch.sample_ids]).T.double()
-        self.note(BATCH, IDS, ids.tolist())
+        """A microbatch enters a loss module."""
         self._whole.begin(batch.context)
+        at = tuple(batch.rows.tolist())
+        if at in self._micros and self._staged:  # it has come to another stage of this rank
+            self._now = self._micros[at]
+            return
+        if not self._staged:
+            self.flush()
+        self._now = self._micros[at] = _Micro(len(at))
+        self.step = batch.step
+        ids = torch.stack([batch.rows, batch.sample_ids]).T.double()
+        self._now.note(BATCH, IDS, ids.tolist())
         for name, tensor in (("inputs", batch.inputs), ("targets", batch.targets), ("valid", batch.valid)):
-            self.note(BATCH, name, fingerprint(self._whole.tokens(tensor), self._rows))
-
-    def note(self, kind: str, name: str, values: list[list[float]], call: int | None = None) -> int:
-        """Record one event; returns its call number."""
-        if call is None:
-            call = self._calls.get((kind, name), 0)
-            self._calls[kind, name] = call + 1
-        self._events.append(Event(kind, name, call, values))
-        return call
+            self._now.note(BATCH, name, fingerprint(self._whole.tokens(tensor), self._now.rows))
 
     def computed(self, name: str, output: object) -> None:
         """A module returned: note each tensor of its output, and its gradient when backward comes to it."""
         for tensor in _tensors(output):
             known = self._whole.output(name, tensor)
-            call = self.note(FORWARD, name, [] if known is None else fingerprint(known, self._rows))
+            micro = self._now
+            call = micro.note(FORWARD, name, [] if known is None else fingerprint(known, micro.rows))
             if tensor.requires_grad:
-                tensor.register_hook(self._on_gradient(name, call))  # type: ignore[no-untyped-call]
+                tensor.register_hook(self._on_gradient(name, call, micro))  # type: ignore[no-untyped-call]
 
     def weighed(self, loss_sum: Tensor, count: Tensor) -> None:
         """The loss of the microbatch: its pair, and later the weight that backward gives it."""
-        self.note(LOSS, "the microbatch", [[float(loss_sum.detach()), float(count)]])
+        micro = self._now
+        micro.note(LOSS, "the microbatch", [[float(loss_sum.detach()), float(count)]])
         if loss_sum.requires_grad:
-            loss_sum.register_hook(self._on_weight)  # type: ignore[no-untyped-call]
+            loss_sum.register_hook(lambda gradient: self._on_weight(gradient, micro))  # type: ignore[no-untyped-call]
 
     def entering(self, module: nn.Module, names: Mapping[str, str]) -> None:
         """A module runs: watch what it holds now of each parameter (key -> name), which may be a gathered copy."""
@@ -169,7 +189,7 @@ class Tracer:
         """Sees a parameter's gradient of one microbatch, summed over all its uses, not yet reduced."""
 
         def hook(gradient: Tensor) -> None:
-            self.note(GRADIENT, name, [])
+            self._now.note(GRADIENT, name, [])
             known = self._whole.parameter(gradient)
             if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
                 part = local(gradient)
@@ -179,30 +199,32 @@ class Tracer:
 
         return hook
 
-    def _on_weight(self, gradient: Tensor) -> None:
+    def _on_weight(self, gradient: Tensor, micro: _Micro) -> None:
         self.weight = float(gradient)
-        self.note(WEIGHT, "the loss", [[self.weight]])
+        micro.note(WEIGHT, "the loss", [[self.weight]])
 
-    def _on_gradient(self, name: str, call: int) -> Callable[[Tensor], None]:
+    def _on_gradient(self, name: str, call: int, micro: _Micro) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
             known = self._whole.gradient(name, gradient)
-            values = [] if known is None else fingerprint(known / (self.weight or 1.0), self._rows)
-            self.note(BACKWARD, name, values, call)
+            values = [] if known is None else fingerprint(known / (self.weight or 1.0), micro.rows)
+            micro.note(BACKWARD, name, values, call)
 
         return hook
 
 
-def _watch(tracer: Tracer, loss_module: nn.Module, model: nn.Module) -> Iterator[Any]:
-    """Hooks on the loss module, every module of the model under its bare name, and through it its parameters."""
+def _watch(tracer: Tracer, loss_modules: Sequence[nn.Module], model: nn.Module) -> Iterator[Any]:
+    """Hooks on the loss modules, every module of the model under its bare name, and through it its parameters."""
 
     def enter(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
         tracer.begin(inputs[0])
 
-    def leave(_module: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-        tracer.weighed(*output)
+    def leave(_module: nn.Module, _inputs: Any, output: Tensor | tuple[Tensor, Tensor]) -> None:
+        if not isinstance(output, Tensor):  # not from the last stage: a stream
+            tracer.weighed(*output)
 
-    yield loss_module.register_forward_pre_hook(enter)
-    yield loss_module.register_forward_hook(leave)
+    for module in loss_modules:
+        yield module.register_forward_pre_hook(enter)
+        yield module.register_forward_hook(leave)
     first: dict[int, str] = {}
     for prefix, module in model.named_modules():
         label = prefix or NETWORK
@@ -229,7 +251,11 @@ def _tensors(output: object) -> Iterator[Tensor]:
 
 @contextmanager
 def tracing(
-    loss_module: nn.Module, model: nn.Module, lines: JsonLines, whole: Whole | None = None
+    loss_modules: Sequence[nn.Module],
+    model: nn.Module,
+    lines: JsonLines,
+    whole: Whole | None = None,
+    staged: bool = False,
 ) -> Iterator[Tracer]:
     """A Tracer that writes one line for each event: step, micro (counted within the step), kind, name, call, values."""
     seen: dict[int, int] = {}
@@ -249,7 +275,7 @@ def tracing(
                 }
             )
 
-    tracer = Tracer(loss_module, model, sink, whole)
+    tracer = Tracer(loss_modules, model, sink, whole, staged)
     try:
         yield tracer
     finally:

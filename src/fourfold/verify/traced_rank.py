@@ -48,9 +48,17 @@ def trace_rank(
     """
     with opened(spec, masking) as training, JsonLines(folder / f"rank{dist.get_rank()}.jsonl") as lines:
         whole = whole_of(training.parallel, spec.layout.sp)
-        lines.write({"counts": training.parallel.counts, "collectives": asdict(whole.collectives)})
-        with tracing(training.loss_module, training.model, lines, whole) as tracer:
+        parallel, model = training.parallel, training.model
+        staged = parallel.pipeline is not None
+        here = [name for name, _ in model.named_modules() if name] + [
+            name for name, _ in model.named_parameters()
+        ]
+        told = {"here": here if staged else None, "loss": parallel.has_loss}
+        lines.write({"counts": parallel.counts, "collectives": asdict(whole.collectives), **told})
+        with tracing(parallel.modules, model, lines, whole, staged) as tracer:
             for step, batches in enumerate(training.loader.steps(0, steps)):
+                # Where the loss is on another stage, its factor is, too.
+                tracer.weight = None if parallel.has_loss else 1.0 / max(reference.steps[step].count, 1)
                 try:
                     pending = train_step.agree_totals(training, batches, False)
                     train_step.accumulate(training, batches, pending)
@@ -98,14 +106,14 @@ def _own_gaps(training: Training, reference: Reference, step: int, tracer: Trace
 
     Collectives: an all-reduce of one number, and one of each gradient.
     """
-    weight = torch.tensor(tracer.weight or 0.0, dtype=torch.float64)
+    weight = torch.tensor(tracer.weight if training.parallel.has_loss and tracer.weight else 0.0).double()
     dist.all_reduce(weight, op=dist.ReduceOp.MAX)
     # The trainer's factor before every loss, such as degree / count, against 1 / count.
     scale = 1.0 / max(reference.steps[step].count, 1) / (float(weight) or 1.0)
     expected, of = reference.gradients(step), reference.steps[step]
     gaps = {}
-    for name, parameter in training.named_parameters().items():
-        total = _summed(training, tracer.own.get(name), parameter)
+    for name, shape in zip(reference.names, reference.shapes, strict=True):
+        total = _summed(training, tracer.own.get(name), shape)
         if name in expected:
             gaps[name] = Part.whole(total.numpy() * scale).gap(
                 expected[name], of.sizes[name], of.largest_gradient
@@ -115,13 +123,13 @@ def _own_gaps(training: Training, reference: Reference, step: int, tracer: Trace
     return gaps
 
 
-def _summed(training: Training, own: Tensor | None, parameter: Tensor) -> Tensor:
-    """The sum over data-parallel ranks of a whole gradient: tensor-parallel peers all have it, and one counts.
+def _summed(training: Training, own: Tensor | None, shape: Sequence[int]) -> Tensor:
+    """The sum over data-parallel ranks, and stages that share it, of a whole gradient of `shape`.
 
-    Collectives: one all-reduce on the world.
+    Tensor-parallel peers all have it, and one counts. Collectives: one all-reduce on the world.
     """
-    total = torch.zeros(parameter.shape, dtype=parameter.dtype)
-    if own is not None and training.parallel.counts:
+    total = torch.zeros(*shape, dtype=torch.float64)
+    if own is not None and training.parallel.grid.coordinate(dist.get_rank())["tp"] == 0:
         total += own
     dist.all_reduce(total)
     return total
@@ -135,18 +143,21 @@ def _explain(
     Collectives: three all-reduces on the world for each name.
     """
     held, expected = gradients(training), reference.gradients(step)
-    parameters = training.named_parameters()
+    shapes = dict(zip(reference.names, reference.shapes, strict=True))
+    there = training.named_parameters()
     notes: dict[str, str] = {}
     axes: dict[str, str] = {}
     for name in names:
-        parameter, nothing = parameters[name], torch.zeros(parameters[name].shape, dtype=torch.float64)
+        nothing = torch.zeros(*shapes[name], dtype=torch.float64)
         mine, tail = tracer.own.get(name, nothing), tracer.last.get(name, nothing)
-        all_last = _summed(training, tracer.last.get(name), parameter)
-        partly, part = _of_my_peers(training, tracer.part.get(name), parameter)
+        all_last = _summed(training, tracer.last.get(name), shapes[name])
+        partly, part = _of_my_peers(training, tracer.part.get(name), shapes[name])
         along = [
             axis for axis in ("dp_replicate", "dp_shard", "cp") if training.parallel.grid.degree(axis) > 1
         ]
         axes[name] = "×".join([*along, *(["tp"] if partly else [])])
+        if name not in there:
+            continue
         if name not in held:
             notes[name] = "this rank has no gradient where one device has one"
         elif name not in expected:
@@ -169,15 +180,15 @@ def _explain(
     return notes, axes
 
 
-def _of_my_peers(training: Training, part: Tensor | None, parameter: Tensor) -> tuple[bool, Tensor]:
+def _of_my_peers(training: Training, part: Tensor | None, shape: Sequence[int]) -> tuple[bool, Tensor]:
     """Whether tensor-parallel ranks have parts of this gradient; and this one's, summed over data-parallel ranks.
 
     Collectives: one all-reduce on the world.
     """
     grid = training.parallel.grid
     at = grid.coordinate(dist.get_rank())["tp"]
-    parts = torch.zeros((grid.tp + 1, *parameter.shape), dtype=torch.float64)
-    if part is not None and part.shape == parameter.shape:
+    parts = torch.zeros((grid.tp + 1, *shape), dtype=torch.float64)
+    if part is not None and part.shape == torch.Size(shape):
         parts[at] = part
         parts[-1] = 1.0
     dist.all_reduce(parts)
