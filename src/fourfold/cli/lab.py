@@ -194,6 +194,41 @@ def memory(*, nproc: int = 2, out: Path | None = None, json: bool = False) -> in
 
 
 @app.command
+def pipeline(
+    *, nproc: int = 4, microbatches: int | None = None, out: Path | None = None, json: bool = False
+) -> int:
+    """The bubble of each pipeline schedule: drawn from torch's own order, by formula, and on real ranks that sleep.
+
+    GPipe, 1F1B, LoopedBFS, interleaved 1F1B, interleaved zero bubble, ZB-V, DualPipeV: a row a rank, idle time over
+    microbatches, what a rank holds. Then the accident of torch 2.13 with ZeRO-3 under a split backward.
+
+    Examples:
+
+        fourfold lab pipeline
+        fourfold lab pipeline --nproc 2 --microbatches 8
+        fourfold lab pipeline --json
+
+    Parameters
+    ----------
+    nproc
+        Ranks of the pipeline, 2 to 4, each a process on this machine.
+    microbatches
+        Of the drawings and of the real steps, at most 32 (default: two a rank).
+    out
+        A folder for the findings (default: the next free runs/verify-lab-N).
+    json
+        Print one JSON document.
+    """
+    from fourfold.cli.lab_pipeline import pipeline_lines
+    from fourfold.lab.pipeline import lab_pipeline
+
+    command = "fourfold lab pipeline" + (f" --nproc {nproc}" if nproc != 4 else "")
+    command += "" if microbatches is None else f" --microbatches {microbatches}"
+    document = lab_pipeline(nproc=nproc, microbatches=microbatches, out=out, command=command, say=story)
+    return _shown(document, pipeline_lines, json, "fourfold layout show --world 8 --set layout.pp=4")
+
+
+@app.command
 def device(*, device: Literal["cuda", "cpu"] = "cuda", out: Path | None = None, json: bool = False) -> int:
     """One CUDA device, checked in minutes: trains, resumes, equals the CPU in fp64, holds what is predicted; its speed.
 
