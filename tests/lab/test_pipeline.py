@@ -20,7 +20,7 @@ def story():
 
 @pytest.fixture(scope="module")
 def document(tmp_path_factory, story):
-    return lab_pipeline(nproc=2, out=tmp_path_factory.mktemp("lab"), say=story.append)
+    return lab_pipeline(nproc=2, unit_s=0.01, out=tmp_path_factory.mktemp("lab"), say=story.append)
 
 
 def entry(document, name):

@@ -194,6 +194,36 @@ def memory(*, nproc: int = 2, out: Path | None = None, json: bool = False) -> in
 
 
 @app.command
+def tensor(*, nproc: int = 2, out: Path | None = None, json: bool = False) -> int:
+    """Column and row parallel, then sequence parallel, on real ranks: every shape and partial sum, forward and backward.
+
+    Beside each value stands what one device has. Then each classic mistake: an all-reduce left out, forward and
+    backward, a bias that counts twice, a norm's gradient that nobody sums.
+
+    Examples:
+
+        fourfold lab tensor
+        fourfold lab tensor --nproc 4
+        fourfold lab tensor --json
+
+    Parameters
+    ----------
+    nproc
+        Ranks to start on this machine: 2 or 4.
+    out
+        A folder for the findings (default: the next free runs/verify-lab-N).
+    json
+        Print one JSON document.
+    """
+    from fourfold.cli.lab_tensor import tensor_lines
+    from fourfold.lab.tensor import lab_tensor
+
+    command = "fourfold lab tensor" + (f" --nproc {nproc}" if nproc != 2 else "")
+    document = lab_tensor(nproc=nproc, out=out, command=command, say=story)
+    return _shown(document, tensor_lines, json, "fourfold verify equal tiny --world 2 --set layout.tp=2")
+
+
+@app.command
 def pipeline(
     *, nproc: int = 4, microbatches: int | None = None, out: Path | None = None, json: bool = False
 ) -> int:

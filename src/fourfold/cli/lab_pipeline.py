@@ -22,7 +22,7 @@ def pipeline_lines(document: Mapping[str, Any]) -> list[str]:
     """Every schedule: a row a rank, its bubble and what it holds; then all over microbatches, and on real ranks."""
     count, world = document["microbatches"], document["ranks"]
     lines = [
-        f"{world} ranks, {count} microbatches; the order of actions is torch's own, the time is computed:",
+        f"{world} ranks, {count} microbatches; the order of actions is torch's, time is computed:",
         *(f" {line}" for line in LEGEND),
         *wrapped("a unit: a forward of one stage; of two stages on a rank each has half of its layers"),
     ]
