@@ -232,3 +232,11 @@ def test_torch_mesh_has_the_same_coordinates_and_groups(tmp_path: Path) -> None:
         for name, ranks in one["groups"].items():
             axis, _, ep = name.partition(" ")
             assert list(Grid(**mesh, ep=int(ep or 1)).group_of(rank, axis)) == ranks, (one["shape"], name)
+
+
+def test_groups_that_leave_a_node() -> None:
+    grid = Grid(pp=2, dp_shard=2, tp=4, ep=4)
+    assert [grid.crossing(axis, 8) for axis in GROUPS] == [8, 0, 0, 0, 0, 0, 0, 0, 0, 1]
+    assert grid.crossing("tp", 6) == 1 and grid.crossing("tp", 1) == 4 and grid.crossing("world", 16) == 0
+    with pytest.raises(SpecError):
+        grid.crossing("tq", 8)

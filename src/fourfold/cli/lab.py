@@ -195,7 +195,7 @@ def memory(*, nproc: int = 2, out: Path | None = None, json: bool = False) -> in
 
 @app.command
 def tensor(*, nproc: int = 2, out: Path | None = None, json: bool = False) -> int:
-    """Column and row parallel, then sequence parallel, on real ranks: every shape and partial sum, forward and backward.
+    """Column and row parallel, then sequence parallel, on real ranks: every shape and partial sum, both ways.
 
     Beside each value stands what one device has. Then each classic mistake: an all-reduce left out, forward and
     backward, a bias that counts twice, a norm's gradient that nobody sums.

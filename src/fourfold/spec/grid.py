@@ -137,6 +137,15 @@ class Grid:
             index = index * degree + rank // stride % degree
         return index
 
+    def crossing(self, axis: str, devices_per_node: int) -> int:
+        """How many groups of `axis` (any of `GROUPS`) have ranks on more than one node.
+
+        A node has `devices_per_node` ranks that follow each other, the last one perhaps fewer.
+        """
+        return sum(
+            group[0] // devices_per_node != group[-1] // devices_per_node for group in self.groups(axis)
+        )
+
     @property
     def _borrowed(self) -> int:
         return math.prod(self.degree(axis) for axis in BORROWED)

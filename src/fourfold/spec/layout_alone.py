@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -17,9 +18,20 @@ from fourfold.spec.settings import Setting, parse_settings
 from fourfold.spec.spec import Spec
 from fourfold.spec.training import LayoutSpec
 
+PER_NODE = ("hardware", "devices_per_node")
 
-def layout_alone(sets: Sequence[str], world: int) -> LayoutSpec:
+
+class Alone(NamedTuple):
+    """A layout, and how many ranks stand on a node."""
+
+    layout: LayoutSpec
+    devices_per_node: int
+
+
+def layout_alone(sets: Sequence[str], world: int) -> Alone:
     """The layout that `sets` (`layout.key=value`, TOML) describe, for `world` ranks: every degree an int.
+
+    Beside settings of [layout] only hardware.devices_per_node counts.
 
     Raises SpecError with every unreadable setting, every setting of another section and every wrong value; or, if
     there is none, where the degrees cannot fill `world` or the settings collide.
@@ -28,7 +40,7 @@ def layout_alone(sets: Sequence[str], world: int) -> LayoutSpec:
     # A Spec must have a model; no rule about layouts alone looks at it.
     draft = Draft({"model": {"kind": "mlp"}, "data": {"kind": "synthetic"}}, file="--set")
     for setting in settings:
-        if setting.path[0] == "layout":
+        if setting.path[0] == "layout" or setting.path == PER_NODE:
             draft.apply(setting)
         else:
             problems.append(_of_another_section(setting))
@@ -43,7 +55,7 @@ def layout_alone(sets: Sequence[str], world: int) -> LayoutSpec:
     if broken := [problem for rule in rules if (problem := rule.find(fitted))]:
         instead = nearest(spec, world, rules, batch=False)
         raise SpecError([replace(problem, instead=instead or problem.instead) for problem in broken])
-    return fitted.layout
+    return Alone(fitted.layout, fitted.hardware.devices_per_node)
 
 
 def _is_about_layouts(keys: Sequence[str]) -> bool:
