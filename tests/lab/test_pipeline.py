@@ -6,7 +6,7 @@ import pytest
 
 from fourfold.cli.lab_pipeline import drawing, pipeline_lines
 from fourfold.cli.main import main
-from fourfold.lab.pipeline import lab_pipeline
+from fourfold.lab.pipeline import _sharded_findings, lab_pipeline
 from fourfold.plan.pipeline_schedules import SCHEDULES
 from fourfold.spec.errors import SpecError
 
@@ -106,6 +106,14 @@ def test_ranks_that_do_otherwise_fail_the_exercise(tmp_path, monkeypatch, fault,
     assert found["verdict"] == "fail"
     failed = {one["claim"] for one in found["findings"][:4] if one["verdict"] == "fail"}
     assert fails <= failed, failed
+
+
+def test_a_torch_that_is_right_again_would_be_told(document):
+    mended = [{**one, "gap": 0.0} if one["name"] == "zbv" else one for one in document["sharded"]]
+    verdicts = [finding.verdict for finding in _sharded_findings(mended, "")]
+    assert verdicts == ["fail", "pass"]
+    broken = [{**one, "gap": 0.5} if one["name"] == "gpipe" else one for one in document["sharded"]]
+    assert [finding.verdict for finding in _sharded_findings(broken, "")] == ["pass", "fail"]
 
 
 @pytest.mark.parametrize(

@@ -88,24 +88,28 @@ def _schedule(entry: Mapping[str, Any]) -> list[str]:
 
 def _over(document: Mapping[str, Any]) -> Iterator[str]:
     """Bubbles by schedule and microbatches, and what the fullest rank holds."""
-    yield paint("the bubble over microbatches: computed (by formula), most alive", "bold", sys.stdout)
-    counts = [row["microbatches"] for row in document["schedules"][0]["over_microbatches"]]
-    rows = []
+    heads = [f"m = {row['microbatches']}" for row in document["schedules"][0]["over_microbatches"]]
+    shares, held = [], []
     for entry in document["schedules"]:
-        cells = []
-        for row in entry["over_microbatches"]:
-            if "demands" in row:
-                cells.append("-")
-                continue
-            formula = row["bubble_by_formula"]
-            by = "-" if formula is None else f"{100 * formula:.1f}"
-            cells.append(f"{100 * row['bubble']:.1f} ({by}) {max(row['most_alive']):g}")
-        rows.append([entry["name"], *cells])
-    yield from table(["% idle", *(f"m = {count}" for count in counts)], rows).splitlines()
-    yield from wrapped("m: microbatches; -: the schedule does not take so few, or the formula does not hold")
+        rows = entry["over_microbatches"]
+        shares.append([entry["name"], *("-" if "demands" in row else _shares(row) for row in rows)])
+        held.append(
+            [entry["name"], *("-" if "demands" in row else f"{max(row['most_alive']):g}" for row in rows)]
+        )
+    yield paint("the bubble over m microbatches: % idle, computed (by formula)", "bold", sys.stdout)
+    yield from table(["", *heads], shares).splitlines()
+    yield from wrapped("-: the schedule does not take so few, or its formula does not hold")
     yield from wrapped(
         "dualpipe-v: its formula is taken without overlap (F&B = F + B), since torch runs the two one after the other"
     )
+    yield ""
+    yield paint("the most microbatches alive on a rank: its activation memory", "bold", sys.stdout)
+    yield from table(["", *heads], held).splitlines()
+
+
+def _shares(row: Mapping[str, Any]) -> str:
+    formula = row["bubble_by_formula"]
+    return f"{100 * row['bubble']:.1f} ({'-' if formula is None else f'{100 * formula:.1f}'})"
 
 
 def _on_ranks(document: Mapping[str, Any]) -> Iterator[str]:

@@ -44,7 +44,7 @@ def show(
 
         fourfold layout show --world 8 --set layout.pp=2 --set layout.tp=2
         fourfold layout show tiny --world 4
-        fourfold layout show --world 16 --set layout.tp=4 --set hardware.devices_per_node=8
+        fourfold layout show --world 8 --set hardware.devices_per_node=4
 
     Parameters
     ----------
