@@ -1,22 +1,37 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from fourfold.cli.lab_tensor import side_by_side, tensor_lines
 from fourfold.cli.main import main
+from fourfold.lab import tensor
 from fourfold.lab.tensor import lab_tensor
+from fourfold.lab.tensor_product import at_the_gate
 from fourfold.lab.tensor_steps import MISTAKES, PARTS
 from fourfold.spec.errors import SpecError
 
 pytestmark = pytest.mark.timeout(300)
 
 
+def gate(caught=True):
+    """What `verify equal` would say."""
+    where = {
+        "step": 1, "microbatch": 0, "rank": 0, "phase": "forward", "place": "up", "axis": "tp", "gap": 0.5, "after": ""
+    }  # fmt: skip
+    return lambda *_: {
+        "verdict": "fail" if caught else "pass",
+        "first_deviation": where if caught else None,
+    }
+
+
 @pytest.fixture(scope="module", params=[2, 4])
 def document(request, tmp_path_factory):
-    return lab_tensor(nproc=request.param, out=tmp_path_factory.mktemp("lab"))
+    with patch.object(tensor, "at_the_gate", gate()):  # it has tests of its own below
+        return lab_tensor(nproc=request.param, out=tmp_path_factory.mktemp("lab"))
 
 
 def steps(document, part):
@@ -26,7 +41,7 @@ def steps(document, part):
 
 def test_every_value_is_one_devices_and_every_mistake_shows(document):
     assert (document["schema"], document["verdict"]) == ("fourfold.lab.tensor/1", "pass")
-    assert len(document["findings"]) == 3 * len(PARTS) + len(MISTAKES)
+    assert len(document["findings"]) == 3 * len(PARTS) + 2 * len(MISTAKES)
     for part in PARTS:
         found = steps(document, part.name)
         assert list(found) == [step.name for step in part.steps]
@@ -98,7 +113,8 @@ def test_it_prints_every_value_within_80_columns(document):
     assert f"z = x Uᵀ + u 4×{8 // ranks} of 4×8, cut by columns" in told
     assert "part = h Dᵀ 4×4, a partial sum on every rank" in told
     assert told.count("sum: one device") == 6
-    bad = {**document, "findings": [{**document["findings"][-1], "verdict": "fail"}]}
+    assert "with this mistake in its ranks: verdict fail; step 1, microbatch 0, rank 0: forward of up" in told
+    bad = {**document, "findings": [{**document["findings"][-2], "verdict": "fail"}]}
     assert any(line.startswith(" failed: no-sum-of-slices") for line in tensor_lines(bad))
 
 
@@ -122,11 +138,43 @@ def test_blocks_that_do_not_fit_stand_below():
         ("mistakes_do_nothing", "no-sum-forward: it raises no error"),
     ],
 )
-def test_ranks_that_compute_something_else_fail_the_exercise(tmp_path, fault, fails):
+def test_ranks_that_compute_something_else_fail_the_exercise(tmp_path, monkeypatch, fault, fails):
+    monkeypatch.setattr(tensor, "at_the_gate", gate())
     found = lab_tensor(out=tmp_path, setup=f"tests.lab.tensor_faults:{fault}")
     assert found["verdict"] == "fail"
     assert any(f["claim"].startswith(fails) for f in found["findings"] if f["verdict"] == "fail")
     assert any(line.startswith(" failed: ") for line in tensor_lines(found))
+
+
+def test_a_gate_that_lets_a_mistake_pass_fails_the_exercise(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor, "at_the_gate", gate(caught=False))
+    found = lab_tensor(out=tmp_path)
+    assert found["verdict"] == "fail"
+    assert {one["verdict"] for one in found["mistakes"]} == {"fail"}
+    assert " -> NOT caught" in tensor_lines(found)
+
+
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("mistake", "phase", "place"),
+    [
+        ("no-sum-forward", "forward", "blocks.0.attention.output"),
+        ("no-sum-backward", "backward", "norm"),
+        pytest.param("bias-on-every-rank", "gradient before the reduction", "down.bias", marks=LONG),
+        pytest.param("no-sum-of-slices", "gradient before clipping", "norm.weight", marks=LONG),
+    ],
+)
+def test_verify_equal_catches_each_in_the_products_own_ranks(mistake, phase, place, tmp_path):
+    told = at_the_gate(mistake, 2, tmp_path)
+    assert told["verdict"] == "fail"
+    assert told["first_deviation"]["phase"] == phase and place in told["first_deviation"]["place"]
+
+
+@pytest.mark.long
+def test_without_a_mistake_the_gate_holds(tmp_path):
+    assert at_the_gate("", 2, tmp_path)["verdict"] == "pass"
 
 
 @pytest.mark.parametrize(("asked", "instead"), [(1, "--nproc 2"), (3, "--nproc 4"), (8, "--nproc 4")])

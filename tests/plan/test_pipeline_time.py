@@ -71,3 +71,8 @@ def test_no_rank_does_two_things_at_once_and_nothing_is_lost(ranks, microbatches
         assert all(one.end <= after.start for one, after in pairwise(own))
     assert found.busy == pytest.approx(ranks * microbatches * (forward + 2 * backward))
     assert found.bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1))  # GPipe
+
+
+def test_weights_wait_for_the_input_gradient():
+    with pytest.raises(CheckFailed, match=r"rank 0 waits for ever before W0 of stage 0"):
+        timeline([order("0F0 0W0 0I0")])

@@ -198,7 +198,7 @@ def tensor(*, nproc: int = 2, out: Path | None = None, json: bool = False) -> in
     """Column and row parallel, then sequence parallel, on real ranks: every shape and partial sum, both ways.
 
     Beside each value stands what one device has. Then each classic mistake: an all-reduce left out, forward and
-    backward, a bias that counts twice, a norm's gradient that nobody sums.
+    backward, a bias that counts twice, a norm's gradient that nobody sums; and what `verify equal` says to it.
 
     Examples:
 

@@ -98,5 +98,6 @@ def _mistake(mistake: Mapping[str, Any]) -> list[str]:
         ),
         *wrapped(f"wrong (relative gap): {spoiled or 'nothing'}"),
         *wrapped(f"still right: {', '.join(mistake['still_right'])}"),
+        *wrapped(f"Fourfold: {mistake['fourfold']}"),
         f" -> {'caught' if mistake['verdict'] == 'pass' else 'NOT caught'}",
     ]

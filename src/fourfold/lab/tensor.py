@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold.lab import tensor_ranks as ranks
+from fourfold.lab.tensor_product import at_the_gate, settings_of
 from fourfold.lab.tensor_ranks import Sizes
 from fourfold.lab.tensor_steps import MISTAKES, PARTS, Mistake, Part, Place, Step
 from fourfold.launch.pool import RankPool
 from fourfold.record.finding import Finding, document, fact, verdict_of, write_findings
 from fourfold.spec.errors import Problem, SpecError
+from fourfold.verify.deviation import Deviation
 from fourfold.verify.measure import GRADIENT_TOLERANCE, largest, relative_gap, within, worst
-from fourfold.verify.out import open_folder
+from fourfold.verify.out import open_folder, open_room
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,12 +40,17 @@ def lab_tensor(
 
     out: folder for the findings (default: the next free runs/verify-lab-<n>). setup: "module:function" called in every
     rank first. say: takes each line of the story. Returns the document fourfold.lab.tensor/1: "pass" if every value is
-    that of one device and every mistake shows. Raises SpecError for other than 2 or 4 ranks.
+    that of one device, every mistake shows, and `verify equal` catches it in the product's own tensor parallel (on 2
+    ranks; its findings go to a folder lab-tensor-<n>). Raises SpecError for other than 2 or 4 ranks.
     """
     if nproc not in WORLDS:
         raise SpecError(_not_shown(nproc))
     right = ranks.one_device(ranks.inputs(SHOWN))
-    with open_folder(out, "lab") as folder, RankPool(nproc, setup=setup) as pool:
+    with (
+        open_folder(out, "lab") as folder,
+        open_room(folder, "lab-tensor") as room,
+        RankPool(nproc, setup=setup) as pool,
+    ):
         parts, findings = [], []
         for part in PARTS:
             sequence = part.name == "sequence"
@@ -55,14 +62,17 @@ def lab_tensor(
         for mistake in MISTAKES:
             values = pool.run(ranks.layer, SHOWN, mistake.part == "sequence", mistake.name)
             entry, finding = _mistake(mistake, values, right, command)
+            entry["fourfold"], caught = _caught(mistake, room, command)
+            entry["verdict"] = verdict_of([finding, caught])
             mistakes.append(entry)
-            findings.append(finding)
+            findings += [finding, caught]
             say(f"mistake {len(mistakes)}/{len(MISTAKES)}: {mistake.title}")
         facts: dict[str, Any] = {
             "ranks": nproc,
             "sizes": SHOWN._asdict(),
             "parts": parts,
             "mistakes": mistakes,
+            "folder": str(room),
         }
         path = write_findings(folder, "lab-tensor", findings, SCHEMA, **facts)
     return document(SCHEMA, findings, **facts, findings_file=str(path))
@@ -186,9 +196,25 @@ def _mistake(
         "still_right": [name for name, gap in gaps.items() if name not in wrong],
         "example": told,
         "ranks_differ": any(not found[0][step.name].equal(have[step.name]) for have in found),
-        "verdict": verdict_of([finding]),
     }
     return entry, finding
+
+
+def _caught(mistake: Mistake, room: Path, command: str) -> tuple[str, Finding]:
+    """What `verify equal` says to the same mistake in the product's own ranks, in words, and as a finding."""
+    told = at_the_gate(mistake.name, 2, room / mistake.name)
+    first = told["first_deviation"]
+    where = str(Deviation(**first)) if first else "no deviation"
+    asked = "".join(f" --set {setting}" for setting in settings_of(mistake.name, 2) if "layout" in setting)
+    words = f"`verify equal tiny --world 2{asked}` with this mistake in its ranks: verdict {told['verdict']}; {where}"
+    finding = fact(
+        f"{mistake.name}: verify equal catches it in the product's own tensor parallel, and says where",
+        'verdict "fail", and the first deviation',
+        f"verdict {told['verdict']!r}; {where}",
+        told["verdict"] == "fail" and first is not None,
+        command=command,
+    )
+    return words, finding
 
 
 def _where(step: Step, found: Sequence[Values], right: Values) -> tuple[int, list[int]]:
