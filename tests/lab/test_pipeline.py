@@ -7,8 +7,8 @@ import pytest
 from fourfold.cli.lab_pipeline import drawing, pipeline_lines
 from fourfold.cli.main import main
 from fourfold.lab.pipeline import _sharded_findings, lab_pipeline
-from fourfold.plan.pipeline_schedules import SCHEDULES
 from fourfold.spec.errors import SpecError
+from fourfold.spec.schedules import SCHEDULES
 
 pytestmark = pytest.mark.timeout(300)
 

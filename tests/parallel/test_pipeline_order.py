@@ -6,8 +6,9 @@ import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from fourfold.parallel.pipeline_order import orders_of, stages_of_ranks
-from fourfold.plan.pipeline_schedules import SCHEDULES, bubble_by_formula, why_not
+from fourfold.plan.pipeline_schedules import bubble_by_formula, why_not
 from fourfold.plan.pipeline_time import Costs, timeline
+from fourfold.spec.schedules import SCHEDULES
 
 
 def per_rank(name: str) -> int:

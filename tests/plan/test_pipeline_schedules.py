@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from fourfold.plan.pipeline_schedules import SCHEDULES, bubble_by_formula, idle_by_formula, why_not
+from fourfold.plan.pipeline_schedules import bubble_by_formula, idle_by_formula, why_not
 from fourfold.plan.pipeline_time import Costs
+from fourfold.spec.schedules import SCHEDULES
 
 
 def test_the_textbook_shares():

@@ -172,7 +172,8 @@ def test_a_rank_has_its_part_predicted() -> None:
     row = " ".join(str(plan).split())
     assert "after init; " in row and " after the step; 0.41 MiB on disk" in row
     assert "traffic under layout.dp_shard, layout.zero" in plan.not_predicted
-    assert make_run_plan(load_spec("tiny", ["layout.pp=2"]), 4, ("test",)).rank_bytes is None
+    own = ['model={kind="import", target="a:b"}', "layout.pp=2"]
+    assert make_run_plan(load_spec("tiny", own), 4, ("test",)).rank_bytes is None
 
 
 def test_state_that_is_on_the_cpu_already_is_noted() -> None:

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from fourfold.models.decoder import DecoderKit
 from fourfold.models.mlp import MlpKit
-from fourfold.models.protocol import BoxedKit, Heads, Rule, parameter_rules
+from fourfold.models.protocol import BoxedKit, Heads, Rule, StagedKit, parameter_rules
 from fourfold.plan.parameters import count_parameters
 from fourfold.plan.shapes import Shape, parameter_shapes
 from fourfold.spec.model import DecoderSpec, ImportSpec, MlpSpec, ModelSpec
@@ -41,12 +41,14 @@ def test_shapes_are_those_of_the_built_model(asked):
     assert isinstance(spec, DecoderSpec | MlpSpec)
     kit: BoxedKit = DecoderKit(spec) if isinstance(spec, DecoderSpec) else MlpKit(spec)
     network = kit.skeleton(torch.float32)
-    rules, blocks = parameter_rules(kit, network), kit.blocks(network)
+    assert isinstance(kit, StagedKit)
+    rules, blocks, (_, after) = parameter_rules(kit, network), kit.blocks(network), kit.ends(network)
     expected = {}
     for name, parameter in network.named_parameters():
         cut, parts = cut_of(rules[name], parameter.ndim)
         block = next((at for at, prefix in enumerate(blocks) if name.startswith(f"{prefix}.")), None)
-        expected[name] = Shape(tuple(parameter.shape), block, cut, parts)
+        behind = any(name.startswith(f"{end}.") for end in after)
+        expected[name] = Shape(tuple(parameter.shape), block, cut, parts, behind)
     found = parameter_shapes(spec)
     assert found is not None and dict(found) == expected
     assert list(found) == list(expected)

@@ -109,7 +109,6 @@ def test_what_is_not_known_is_none():
     asked = ("data.inputs=3", "data.outputs=1", 'data.task="regression"')
     assert rank_bytes(spec(2, own, *asked), 0) is None
     assert parts_of(spec(2, own, *asked), 0) is None
-    assert rank_bytes(spec(2, "layout.pp=2"), 0) is None
 
 
 @given(
@@ -162,3 +161,27 @@ def test_every_engine_has_its_difference_told():
     ]
     assert len(set(told)) == 5 and all(told)  # alone and replicate hold what the table says
     assert INSTANTS[0] == "after init"
+
+
+# Stages of the perceptron: layers.0 (20 parameters); layers.1 and output (30 + 6). By cost (15, 25 + 5) one each.
+def test_a_stage_holds_its_own():
+    assert held(2, 0, "layout.pp=2") == {
+        "after init": {"parameters": 4 * 20},
+        "after the step": {"parameters": 4 * 20, "moments": 8 * 20, "other": 8},
+    }
+    assert held(2, 1, "layout.pp=2")["after init"] == {"parameters": 4 * 36}
+
+
+def test_a_tied_head_is_held_by_both_ends():
+    def parameters(rank: int, *sets: str) -> int:
+        settled = settle(load_spec("tiny", ["model.tied=true", "layout.pp=2", *sets]).spec, 2)
+        found = rank_bytes(settled, rank)
+        assert found is not None
+        return found["after init"]["parameters"]
+
+    whole = rank_bytes(settle(load_spec("tiny", ["model.tied=true"]).spec, 1), 0)
+    assert whole is not None
+    twice = whole["after init"]["parameters"] + 4 * 256 * 64
+    assert parameters(0) + parameters(1) == twice
+    in_a_v = 'layout.pp_schedule="zbv"'
+    assert parameters(0, in_a_v) + parameters(1, in_a_v) == twice

@@ -20,6 +20,7 @@ BY_NAME = {rule.name: rule for rule in RULES}
 MOE = "model.moe={experts=6,top_k=2}"
 MLA = "model.mla={kv_rank=8,nope_head_width=8,rope_head_width=8,value_head_width=8}"
 NO_KV = "model={layers=4,width=64,heads=4}"
+FOUR = "batch.accumulation=4"
 MLP = ("model.kind=mlp", "data.kind=synthetic")
 VECTORS = (
     *("model.kind=import", "model.target=a:b"),
@@ -98,6 +99,28 @@ BROKEN: list[tuple[str, Sequence[str]]] = [
     ("tokens for every tp rank", [*TOKENS, "model.vocabulary=5", "layout.tp=4"]),
     ("tokens for every tp rank", [*TOKENS, "model.vocabulary=1", "layout.tp=2"]),
     ("a layer for every stage", ["layout.pp=5"]),
+    ("a layer for every stage", ["layout.pp=4", 'layout.pp_schedule="zbv"']),
+    ("a layer for every stage", ["layout.pp=2", 'layout.pp_schedule="looped-bfs"', "layout.pp_virtual=3"]),
+    ("a layer for every stage", [*MLP, "layout.pp=5"]),
+    ("stages of the schedule", ["layout.pp=2", "layout.pp_virtual=2"]),
+    (
+        "stages of the schedule",
+        ["layout.pp=2", "layout.pp_virtual=3", 'layout.pp_schedule="zbv"', "model.layers=6"],
+    ),
+    ("a stage for every layer", ["layout.pp=2", "layout.pp_split=[1,2]"]),
+    ("a stage for every layer", ["layout.pp=2", "layout.pp_split=[1,1,2]"]),
+    (
+        "parameters of split backwards",
+        ["layout.pp=2", "layout.zero=3", 'layout.pp_schedule="dualpipe-v"', FOUR],
+    ),
+    (
+        "microbatches of the schedule",
+        ["layout.pp=2", 'layout.pp_schedule="dualpipe-v"', "batch.accumulation=3"],
+    ),
+    (
+        "microbatches of the schedule",
+        ["layout.pp=2", 'layout.pp_schedule="interleaved-1f1b"', "batch.accumulation=5"],
+    ),
     ("schedule inside the run", ["optimizer.decay_steps=10"]),
     ("schedule inside the run", ["optimizer.schedule=wsd", "optimizer.decay_steps=181"]),
     ("loss scale of fp16", ["precision.scale_start=2.0"]),
@@ -117,7 +140,6 @@ BROKEN: list[tuple[str, Sequence[str]]] = [
     ("tensors by their whole names", ['checkpoint.allow_missing=["model."]']),
     ("tensors by their whole names", ['checkpoint.allow_missing=["optimizer.", "model.a"]']),
     ("tensors by their whole names", ['checkpoint.allow_surplus=["rank0.torch"]']),
-    ("layout.pp not trained yet", ["layout.pp=2"]),
     ("layout.ep not trained yet", [MOE, "layout.ep=2"]),
     ("model.moe not trained yet", [MOE]),
     ("model.mla not trained yet", [NO_KV, MLA]),
@@ -141,6 +163,9 @@ LEGAL: list[Sequence[str]] = [
     ["data.kind=tokens", "data.path=x", "model.vocabulary=100"],
     ["layout.dp_shard=auto", "layout.dp_replicate=1"],
     ["layout.tp=4", "layout.sp=true", "layout.pp=4"],
+    ["layout.pp=2", 'layout.pp_schedule="interleaved-1f1b"', "layout.pp_virtual=1", "batch.accumulation=4"],
+    ["layout.pp=2", "layout.pp_split=[3,1]", 'layout.pp_schedule="gpipe"'],
+    ['layout.pp_schedule="zbv"', "layout.pp_virtual=7", "layout.zero=3"],  # of a pipeline that is not there
     ["layout.tp=2", "layout.sp=true", "data.sequence=127"],  # unequal slices
     ["layout.tp=2", "model.width=63", "model.head_width=16"],  # no tensor is cut over the width
     ["layout.tp=4", "model.vocabulary=257"],
@@ -211,22 +236,22 @@ def test_legal(sets: Sequence[str]) -> None:
 
 
 def test_train_asks_more_than_always() -> None:
-    spec = spec_of("layout.pp=2")
+    spec = spec_of("model.mtp_layers=1")
     assert check(spec, "always") == []
     require(spec, "always")
-    with pytest.raises(SpecError, match="pipeline parallel, which is planned for but not trained yet"):
+    with pytest.raises(SpecError, match="multi-token prediction, which is planned for but not trained yet"):
         require(spec)
     assert check(spec_of()) == []
 
 
 def test_all_at_once() -> None:
-    spec = spec_of("model.kv_heads=3", "layout.sp=true", "run.exact=true", "layout.pp=2")
+    spec = spec_of("model.kv_heads=3", "layout.sp=true", "run.exact=true", "model.mtp_layers=1")
     with pytest.raises(SpecError) as caught:
         require(spec)
     assert [problem.asked.split(" = ")[0] for problem in caught.value.problems] == [
         "model.kv_heads",
         "layout.sp",
-        "train with layout.pp",
+        "train with model.mtp_layers",
         "train with run.exact",
     ]
 

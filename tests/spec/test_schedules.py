@@ -15,7 +15,7 @@ def test_stages_stand_where_torch_puts_them(name, pp):
     layout = LayoutSpec(pp=pp, pp_schedule=name)
     stages = stages_in_all(layout)
     assert stages == pp * stages_each(layout)
-    style = "v" if SCHEDULES[name].v else "loop"
+    style = "v" if SCHEDULES[name].v_shaped else "loop"
     assert {stage: rank_of(layout, stage) for stage in range(stages)} == generate_stage_to_rank_mapping(
         pp, stages, style
     )

@@ -171,6 +171,7 @@ def test_a_batch_and_a_layout_that_are_wrong_are_told_together() -> None:
 def test_what_was_computed_is_left_open_in_what_is_told() -> None:
     """dp_replicate came from the world, and the accumulation too: neither is typed."""
     settled = settle(TINY.model_copy(update={"layout": LayoutSpec(pp=2)}), 4)
+    settled = settled.model_copy(update={"model": settled.model.model_copy(update={"layers": 1})})
     (typed,) = check(
         settled, "train", {"layout.pp": "--set #1", "batch.global_batch": "", "batch.micro_batch": ""}
     )

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from fourfold.lab import pipeline_ranks as ranks
 from fourfold.launch.pool import RankPool
 from fourfold.parallel.pipeline_order import orders_of
-from fourfold.plan.pipeline_schedules import SCHEDULES, Schedule, bubble_by_formula, why_not
+from fourfold.plan.pipeline_schedules import bubble_by_formula, why_not
 from fourfold.plan.pipeline_time import EVEN, Timeline, timeline
 from fourfold.record.finding import Finding, document, fact, write_findings
 from fourfold.spec.errors import Problem, SpecError
+from fourfold.spec.schedules import SCHEDULES, Schedule
 from fourfold.verify.measure import GRADIENT_TOLERANCE, relative_gap, within, worst
 from fourfold.verify.out import open_folder
 

@@ -18,8 +18,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from fourfold.parallel.pipeline_order import new_schedule, stages_of_ranks
-from fourfold.plan.pipeline_schedules import SCHEDULES
 from fourfold.plan.pipeline_time import Action, Slot, Timeline
+from fourfold.spec.schedules import SCHEDULES
 
 ROWS, WIDTH = 2, 4  # of a microbatch's activations
 STEPS = 3  # that are timed, after one that is not; the quickest counts

@@ -21,15 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -38,22 +29,13 @@ from fourfold.models.protocol import ModelKit, StagedKit
 from fourfold.parallel.data_parallel import Alone, Replicas
 from fourfold.parallel.mesh import sub_mesh
 from fourfold.parallel.narrow import stream_dtype
+from fourfold.parallel.pipeline_order import new_schedule
 from fourfold.parallel.sharded import Sharded
 from fourfold.spec.boxes import shard_range
 from fourfold.spec.errors import CheckFailed, Problem
 from fourfold.spec.grid import Grid
 from fourfold.spec.schedules import SCHEDULES, rank_of, stages_in_all
 from fourfold.spec.training import LayoutSpec, PrecisionSpec
-
-_TORCHS: dict[str, Callable[..., Any]] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "looped-bfs": ScheduleLoopedBFS,
-    "interleaved-1f1b": ScheduleInterleaved1F1B,
-    "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-    "dualpipe-v": ScheduleDualPipeV,
-}
 
 Weigh = Callable[[Tensor], Tensor]
 Around = Callable[[int], AbstractContextManager[None]]
@@ -265,7 +247,7 @@ class Pipeline:
 
     def _made(self, microbatches: int, shape: tuple[int, ...]) -> _Scheduled:
         """torch's schedule, over stages that know the shape of what they take and give."""
-        name = self._layout.pp_schedule
+        name: str = self._layout.pp_schedule
         stream = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
         stages: list[Any] = [
@@ -281,11 +263,9 @@ class Pipeline:
             )
             for part in self.parts
         ]
-        make = _TORCHS[name]
         if name == "1f1b" and microbatches < self._stages:
-            make = ScheduleInterleaved1F1B  # torch's 1F1B has no such order; this one, of one stage a rank, has it
-        single = make in (ScheduleGPipe, Schedule1F1B)
-        torchs = make(stages[0] if single else stages, microbatches, loss_fn=self._loss, scale_grads=False)
+            name = "interleaved-1f1b"  # torch's 1F1B has no such order; this one, of one stage a rank, has it
+        torchs = new_schedule(name, stages, microbatches, self._loss)
         return _Scheduled(microbatches, shape, stages, torchs)
 
     def _loss(self, total: Tensor, _micro: int) -> Tensor:

@@ -14,8 +14,8 @@ import torch.distributed.pipelining as pipelining
 from torch.distributed.pipelining._utils import generate_rank_to_stage_mapping
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from fourfold.plan.pipeline_schedules import SCHEDULES
 from fourfold.plan.pipeline_time import Action
+from fourfold.spec.schedules import SCHEDULES
 
 Orders = tuple[tuple[Action, ...], ...]
 

@@ -92,7 +92,7 @@ def _beside(module: str, name: str) -> Problem:
         asked=f"the first and the last stage on one rank, with {name} tied to a parameter of {module}",
         found=f"{module} has other parameters, too",
         why="each stage is to have the tied one for itself, and none of the others twice",
-        instead="--set layout.pp_schedule=interleaved-1f1b, whose last stage is on another rank",
+        instead="--set 'layout.pp_schedule=\"interleaved-1f1b\"', whose last stage is on another rank",
     )
 
 

@@ -1,66 +1,11 @@
-"""The pipeline schedules by name: what each demands, and its bubble by the formula of its source.
+"""The pipeline schedules by name: what torch's demand, and the bubble of each by the formula of its source.
 
-The names are those of `layout.pp_schedule`. Ranks are those of the pipeline axis.
+The names are those of `layout.pp_schedule` (`spec.schedules`). Ranks are those of the pipeline axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 from fourfold.plan.pipeline_time import EVEN, Costs
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """One schedule. torch_class: in torch.distributed.pipelining. source: of the idea and of the formula.
-
-    several: whether a rank has several stages. v_shaped: the last stage is on rank 0, beside the first. splits: whether
-    the gradients of weights are computed apart from those of inputs.
-    """
-
-    name: str
-    torch_class: str
-    source: str
-    several: bool = False
-    v_shaped: bool = False
-    splits: bool = False
-
-
-SCHEDULES: Mapping[str, Schedule] = {
-    schedule.name: schedule
-    for schedule in (
-        Schedule("gpipe", "ScheduleGPipe", "GPipe, arXiv 1811.06965, section 2.3"),
-        Schedule("1f1b", "Schedule1F1B", "PipeDream-Flush; arXiv 2104.04473, section 2.2.1"),
-        Schedule("looped-bfs", "ScheduleLoopedBFS", "Breadth-first pipeline, arXiv 2211.05953", several=True),
-        Schedule(
-            "interleaved-1f1b", "ScheduleInterleaved1F1B", "arXiv 2104.04473, section 2.2.2", several=True
-        ),
-        Schedule(
-            "interleaved-zero-bubble",
-            "ScheduleInterleavedZeroBubble",
-            "ZB-H1 of arXiv 2401.10241, section 2, with interleaved stages",
-            several=True,
-            splits=True,
-        ),
-        Schedule(
-            "zbv",
-            "ScheduleZBVZeroBubble",
-            "ZB-V, arXiv 2401.10241, section 6",
-            several=True,
-            v_shaped=True,
-            splits=True,
-        ),
-        Schedule(
-            "dualpipe-v",
-            "ScheduleDualPipeV",
-            "DualPipeV, github.com/deepseek-ai/DualPipe; arXiv 2412.19437, table 2",
-            several=True,
-            v_shaped=True,
-            splits=True,
-        ),
-    )
-}
 
 
 def why_not(name: str, ranks: int, microbatches: int) -> str:

@@ -97,7 +97,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "a layer for every stage",
-        ("layout.pp", "layout.pp_virtual", "layout.pp_schedule", "model.layers"),
+        ("layout.pp", "model.layers"),
         rules_pipeline.pp_has_layers,
     ),
     Rule(

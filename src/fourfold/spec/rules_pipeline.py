@@ -22,9 +22,7 @@ def pp_has_layers(spec: Spec) -> Problem | None:
     fewer = [n for n in divisors(layout.pp) if n * each <= model.layers]
     ways = [either("layout.pp", fewer[-1:])] if fewer else ["--set layout.pp=1"]
     if each > 1 and layout.pp <= model.layers:
-        ways.append(
-            "--set layout.pp_schedule=1f1b" + (" --set layout.pp_virtual=1" if layout.pp_virtual else "")
-        )
+        ways.append(_schedule("1f1b") + (" --set layout.pp_virtual=1" if layout.pp_virtual else ""))
     return Problem(
         asked=f"layout.pp = {layout.pp} with model.layers = {model.layers}{on_each}",
         found=f"{counted(stages, 'pipeline stage')} for {counted(model.layers, 'layer')}",
@@ -45,7 +43,7 @@ def virtual_stages(spec: Spec) -> Problem | None:
         asked=f'layout.pp_virtual = {asked} with layout.pp_schedule = "{layout.pp_schedule}"',
         found=f"a schedule of {counted(schedule.stages, 'stage')} a rank",
         why="its order of microbatches is made for that number",
-        instead=f"--set layout.pp_virtual={schedule.stages} or --set layout.pp_schedule={several}",
+        instead=f"--set layout.pp_virtual={schedule.stages} or {_schedule(several)}",
     )
 
 
@@ -80,9 +78,9 @@ def splits_keep_parameters(spec: Spec) -> Problem | None:
     return Problem(
         asked=f'layout.zero = {layout.zero} with layout.pp_schedule = "{layout.pp_schedule}"',
         found="backwards in two halves, and units that FSDP2 reduces or drops between them",
-        why="gradients of parameters come after those of inputs, when what they are computed from is gone: they would "
-        "be wrong without an error",
-        instead="--set layout.zero=1 or --set layout.pp_schedule=interleaved-1f1b",
+        why="gradients of parameters come after those of inputs, when what they are computed from is gone: with "
+        "torch's FSDP2 they would be wrong without an error",
+        instead=f"--set layout.zero=1 or {_schedule('interleaved-1f1b')}",
     )
 
 
@@ -98,7 +96,7 @@ def microbatches_fill(spec: Spec) -> Problem | None:
             asked=asked,
             found=f"{counted(count, 'microbatch')} for {counted(stages, 'stage')}",
             why="it sends microbatches from both ends of the V: there must be one for each stage",
-            instead=f"--set batch.accumulation={stages} or --set layout.pp_schedule=zbv",
+            instead=f"--set batch.accumulation={stages} or {_schedule('zbv')}",
         )
     if layout.pp_schedule in ("interleaved-1f1b", "interleaved-zero-bubble") and count % _rounds(
         count, layout.pp
@@ -117,6 +115,10 @@ def microbatches_fill(spec: Spec) -> Problem | None:
             instead=either("batch.accumulation", [*below, *above]),
         )
     return None
+
+
+def _schedule(name: str) -> str:
+    return f"--set 'layout.pp_schedule=\"{name}\"'"
 
 
 def _rounds(count: int, ranks: int) -> int:

@@ -6,6 +6,7 @@ the first and the last one are then on the same rank.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fourfold.spec.training import LayoutSpec, PpSchedule
@@ -13,27 +14,56 @@ from fourfold.spec.training import LayoutSpec, PpSchedule
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """stages: of a rank by default; fixed: no other number is possible. v: the stages stand in a V.
+    """One schedule. torch_class: in torch.distributed.pipelining. source: of the idea, and of its bubble by a formula.
 
-    splits: a backward runs in two halves, inputs' gradients first, parameters' later (Qi et al., arXiv 2401.10241).
+    stages: of a rank by default; fixed: no other number is possible. v_shaped: the stages stand in a V.
+    splits: whether the gradients of weights are computed apart from those of inputs, and later.
     """
 
-    stages: int
-    fixed: bool
-    v: bool = False
+    name: PpSchedule
+    torch_class: str
+    source: str
+    stages: int = 2
+    fixed: bool = False
+    v_shaped: bool = False
     splits: bool = False
 
+    @property
+    def several(self) -> bool:
+        """Whether a rank has several stages."""
+        return self.stages > 1
 
-SCHEDULES: dict[PpSchedule, Schedule] = {
-    "gpipe": Schedule(1, True),  # Huang et al., arXiv 1811.06965
-    "1f1b": Schedule(1, True),  # Narayanan et al., arXiv 1806.03377
-    "looped-bfs": Schedule(2, False),  # Lamy-Poirier, arXiv 2211.05953
-    "interleaved-1f1b": Schedule(2, False),  # Narayanan et al., arXiv 2104.04473, section 2.2
-    "interleaved-zero-bubble": Schedule(2, False, splits=True),  # Qi et al., arXiv 2401.10241
-    "zbv": Schedule(2, True, v=True, splits=True),  # the same, section 6
-    "dualpipe-v": Schedule(
-        2, True, v=True, splits=True
-    ),  # after DeepSeek-V3, arXiv 2412.19437, section 3.2.1
+
+SCHEDULES: Mapping[str, Schedule] = {
+    schedule.name: schedule
+    for schedule in (
+        Schedule("gpipe", "ScheduleGPipe", "GPipe, arXiv 1811.06965, section 2.3", 1, fixed=True),
+        Schedule("1f1b", "Schedule1F1B", "PipeDream-Flush; arXiv 2104.04473, section 2.2.1", 1, fixed=True),
+        Schedule("looped-bfs", "ScheduleLoopedBFS", "Breadth-first pipeline, arXiv 2211.05953"),
+        Schedule("interleaved-1f1b", "ScheduleInterleaved1F1B", "arXiv 2104.04473, section 2.2.2"),
+        Schedule(
+            "interleaved-zero-bubble",
+            "ScheduleInterleavedZeroBubble",
+            "ZB-H1 of arXiv 2401.10241, section 2, with interleaved stages",
+            splits=True,
+        ),
+        Schedule(
+            "zbv",
+            "ScheduleZBVZeroBubble",
+            "ZB-V, arXiv 2401.10241, section 6",
+            fixed=True,
+            v_shaped=True,
+            splits=True,
+        ),
+        Schedule(
+            "dualpipe-v",
+            "ScheduleDualPipeV",
+            "DualPipeV, github.com/deepseek-ai/DualPipe; arXiv 2412.19437, table 2",
+            fixed=True,
+            v_shaped=True,
+            splits=True,
+        ),
+    )
 }
 
 
@@ -58,5 +88,5 @@ def stages_of(layout: LayoutSpec, index: int) -> tuple[int, ...]:
 def rank_of(layout: LayoutSpec, stage: int) -> int:
     """The place on the pp axis where `stage` stands."""
     lap, place = divmod(stage, layout.pp)
-    back = SCHEDULES[layout.pp_schedule].v and lap % 2 == 1
+    back = SCHEDULES[layout.pp_schedule].v_shaped and lap % 2 == 1
     return layout.pp - 1 - place if back else place
