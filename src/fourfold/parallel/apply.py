@@ -22,6 +22,7 @@ from fourfold.parallel.every_block import EveryBlock
 from fourfold.parallel.mesh import sub_mesh
 from fourfold.parallel.offload import home
 from fourfold.parallel.pipeline import Around, Pair, Pipeline, Weigh
+from fourfold.parallel.recompute import recompute, told_by_block
 from fourfold.parallel.rehearsed_replicas import replicas
 from fourfold.parallel.sharded import Sharded, replaced
 from fourfold.parallel.stages import in_stages, whole
@@ -95,7 +96,7 @@ class Parallel:
         if self.pipeline is not None:
             if self.tied is not None:
                 self.tied.follow()
-            with self._cut():
+            with self._cut(), told_by_block(self.network):
                 pairs = self.pipeline.run(batches, weigh, around)
             if self.context is not None:
                 self.context.check()
@@ -113,7 +114,7 @@ class Parallel:
     def microbatch(self, last: bool) -> Iterator[None]:
         """Around forward and backward of one microbatch of a step, of a model in one piece."""
         (reduction,) = self.reductions
-        with reduction.microbatch(last), self._cut():
+        with reduction.microbatch(last), self._cut(), told_by_block(self.network):
             yield
         if self.context is not None:
             self.context.check()
@@ -198,6 +199,7 @@ def parallelize(
     trail: Trail | None = None
     if grid.tp > 1:
         joined, trail = tensor_parallel(network, kit, sub_mesh(grid, device.type, "tp"), layout.sp)
+    recompute(network, kit, layout, trail.forget if trail else lambda: None)
     stages = whole(module)
     if grid.pp > 1:
         stages = in_stages(module, layout, device, precision, is_sharded(layout, device))

@@ -52,7 +52,7 @@ class _Cut:
     trail: Trail = field(init=False)
 
     def __post_init__(self) -> None:
-        self.trail = Trail(self.ranks, self.sequence)
+        self.trail = Trail(self.ranks, self.sequence, self.forget)
 
     @property
     def ranks(self) -> int:

@@ -6,7 +6,7 @@ import logging
 import re
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fourfold.models.protocol import Heads, Rule, pattern_of, typed, word
+from fourfold.parallel.recompute import in_backward
 from fourfold.spec.errors import Problem, SpecError
 
 # What torch says of tensors that do not meet, in its own words; the tests of wrong tables hold them.
@@ -85,15 +86,21 @@ class _Ran:
 
 
 class Trail:
-    """The last modules that ran. Collectives: none."""
+    """The last modules that ran in a forward, not those that are computed again in backward. Collectives: none.
 
-    def __init__(self, ranks: int, sequence: bool) -> None:
+    forget: lets go of what modules keep for those after them.
+    """
+
+    def __init__(self, ranks: int, sequence: bool, forget: Callable[[], None]) -> None:
         self._ranks = ranks
         self._sequence = sequence
+        self.forget = forget
         self._ran: deque[_Ran] = deque(maxlen=16)
 
     def note(self, module: Joined, taken: object) -> None:
         """`module` begins. Raises SpecError for half a pair under sequence parallel, on every rank alike."""
+        if in_backward():
+            return
         parts = isinstance(taken, DTensor) and taken.placements[0].is_shard(taken.ndim - 1)
         fits = not (module.matrix and isinstance(taken, DTensor)) or taken.shape[-1] == module.shape[1]
         self._ran.append(_Ran(module, not isinstance(taken, DTensor), parts, fits))

@@ -19,6 +19,7 @@ from fourfold.spec import (
     rules_model,
     rules_pipeline,
     rules_precision,
+    rules_recompute,
     rules_training,
 )
 from fourfold.spec.errors import Problem, SpecError
@@ -65,6 +66,21 @@ RULES: tuple[Rule, ...] = (
         rules_memory.prefetch_has_units,
     ),
     Rule("offload of zero", ("layout.offload", "layout.zero"), rules_memory.offload_cpu_needs_zero),
+    Rule(
+        "operations to keep",
+        ("layout.recompute_keep", "layout.recompute"),
+        rules_recompute.keep_names_operations,
+    ),
+    Rule(
+        "some operation to keep",
+        ("layout.recompute_keep", "layout.recompute"),
+        rules_recompute.keep_is_not_empty,
+    ),
+    Rule(
+        "operations kept when recomputing",
+        ("layout.recompute_keep", "layout.recompute"),
+        rules_recompute.keep_is_used,
+    ),
     Rule("files to offload to", ("layout.offload_dir", "layout.offload"), rules_memory.offload_dir_is_used),
     Rule("sp needs tp", ("layout.sp", "layout.tp"), rules_layout.sp_needs_tp),
     Rule("sp needs tokens", ("layout.sp", "model.kind", "data.kind"), rules_layout.sp_needs_tokens),

@@ -11,7 +11,7 @@ from fourfold.spec.value import Value
 Degree = PositiveInt | Literal["auto"]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Field(ge=0.0)]
-Names = Annotated[tuple[str, ...], Field(strict=False)]  # of tensors, or patterns with * and ?
+Names = Annotated[tuple[str, ...], Field(strict=False)]  # of tensors, or patterns with * and ?; of operations
 STATE_PARTS = ("model.", "optimizer.")  # how those names begin
 
 
@@ -70,6 +70,8 @@ CpMethod = Literal["gather", "ring", "ulysses"]
 PpSchedule = Literal[
     "gpipe", "1f1b", "looped-bfs", "interleaved-1f1b", "interleaved-zero-bubble", "zbv", "dualpipe-v"
 ]
+KEPT = ("mm", "attention")  # by default, of what takes longest to compute
+KEEPABLE = (*KEPT, "bmm", "convolution", "collective")
 
 
 class LayoutSpec(Value):
@@ -93,6 +95,9 @@ class LayoutSpec(Value):
     pp_split: Annotated[tuple[PositiveInt, ...], Field(strict=False)] | None = None
     unused_parameters: bool = False  # some parameters take no part in some steps (costs a search per step)
     bucket_mib: Annotated[float, Field(gt=0.0)] = 25.0  # gradient bucket of data parallel
+    # What of a block's forward is computed again in backward, not kept: all; all but `recompute_keep` ("selective").
+    recompute: Literal["none", "full", "selective"] = "none"
+    recompute_keep: Names = KEPT  # also: bmm, convolution, collective (between ranks)
     wrap: PositiveInt | Literal["model"] = (
         1  # zero 1-3: blocks in one unit of sharding; "model": all is one unit
     )

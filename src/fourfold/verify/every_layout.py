@@ -18,12 +18,13 @@ from fourfold.record.finding import document, fact, not_tested, verdict_of, writ
 from fourfold.spec.data import SyntheticDataSpec
 from fourfold.spec.errors import FourfoldError, Problem, RankFailed, SpecError
 from fourfold.spec.grid import AXES, Grid
+from fourfold.spec.keys import toml_word
 from fourfold.spec.layouts import Layouts, Refused, layouts
 from fourfold.spec.model import DecoderSpec
 from fourfold.spec.rules import require
 from fourfold.spec.settle import data_parallel_degree, settle
 from fourfold.spec.spec import Spec
-from fourfold.spec.training import BatchSpec, LayoutSpec
+from fourfold.spec.training import KEPT, BatchSpec, LayoutSpec
 from fourfold.verify.case import TIMEOUT_S, Case, Ranks, clipping, search, traced_reference
 from fourfold.verify.deviation import Deviation
 from fourfold.verify.equal import SCHEMA, layout_entry, prepared, require_steps
@@ -137,7 +138,8 @@ def words(layout: LayoutSpec) -> str:
     grid = Grid.of(layout)
     used = [f"{axis} {grid.degree(axis)}" for axis in AXES if grid.degree(axis) > 1] or ["one rank"]
     parts = [" × ".join(used)] + [f"ep {layout.ep}"] * (layout.ep > 1)
-    return ", ".join(parts + [f"zero {layout.zero}"] * (layout.zero > 0) + ["sp"] * layout.sp)
+    parts += [f"zero {layout.zero}"] * (layout.zero > 0) + ["sp"] * layout.sp
+    return ", ".join(parts + [f"recompute {layout.recompute}"] * (layout.recompute != "none"))
 
 
 def settings(spec: Spec) -> tuple[str, ...]:
@@ -147,6 +149,10 @@ def settings(spec: Spec) -> tuple[str, ...]:
     values = {key: value for key, value in values.items() if value != 1 or key == "layout.dp_replicate"}
     values |= {"layout.sp": str(layout.sp).lower(), "batch.global_batch": batch.global_batch}
     values |= {"batch.micro_batch": batch.micro_batch, "batch.accumulation": batch.accumulation}
+    if layout.recompute != "none":
+        values["layout.recompute"] = layout.recompute
+    if layout.recompute_keep != KEPT:
+        values["layout.recompute_keep"] = toml_word(layout.recompute_keep)
     decoder = getattr(model, "args", {}).get("decoder", {})
     if "layers" in decoder:
         values["model.layers"] = decoder["layers"]

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from fourfold.data.batch import Batch
 from fourfold.parallel.clip import local
+from fourfold.parallel.recompute import in_backward
 from fourfold.record.writer import JsonLines
 from fourfold.verify.whole import NETWORK, Whole
 
@@ -161,7 +162,12 @@ class Tracer:
             self._now.note(BATCH, name, fingerprint(self._whole.tokens(tensor), self._now.rows))
 
     def computed(self, name: str, output: object) -> None:
-        """A module returned: note each tensor of its output, and its gradient when backward comes to it."""
+        """A module returned: note each tensor of its output, and its gradient when backward comes to it.
+
+        Not where it is computed again in backward: if otherwise than at first, gradients show it.
+        """
+        if in_backward():
+            return
         for tensor in _tensors(output):
             known = self._whole.output(name, tensor)
             micro = self._now
