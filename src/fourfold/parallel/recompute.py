@@ -28,6 +28,7 @@ from torch.utils.checkpoint import (
 
 from fourfold.models.protocol import ModelKit
 from fourfold.spec.errors import CheckFailed, Problem, SpecError
+from fourfold.spec.settings import typed
 from fourfold.spec.training import LayoutSpec
 
 # What torch dispatches for each name of `layout.recompute_keep`, below autograd.
@@ -49,6 +50,7 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {
         "_c10d_functional.all_to_all_single",
     ),
 }
+_NONE = typed("layout.recompute", '"none"')
 # What torch says where a block that is computed again asks for other operations than it did at first.
 _OTHERS = ("encountered during backward", "selective activation checkpoint")
 
@@ -129,12 +131,15 @@ class _Again:
 
     def _stand_ins(self) -> dict[tuple[nn.Module, str], Tensor]:
         """What stands in the place of parameters for the time of a forward, rounded ones (`narrow.Rounded`)."""
-        return {
-            (child, key): held
-            for child in self._block.modules()
-            for key, held in child._parameters.items()
-            if isinstance(held, Tensor) and not isinstance(held, nn.Parameter)
-        }
+        found: dict[tuple[nn.Module, str], Tensor] = {}
+        for child in self._block.modules():
+            held: Mapping[str, Tensor | None] = child._parameters
+            found |= {
+                (child, key): stand_in
+                for key, stand_in in held.items()
+                if stand_in is not None and not isinstance(stand_in, nn.Parameter)
+            }
+        return found
 
     def _buffers(self) -> dict[str, tuple[int, int]]:
         return {name: (id(buffer), buffer._version) for name, buffer in self._block.named_buffers()}
@@ -207,8 +212,7 @@ def _no_blocks(asked: str) -> Problem:
         asked=f'layout.recompute = "{asked}"',
         found="a model whose blocks() names none",
         why="blocks are what is computed again, each from what goes into it",
-        instead="--set layout.recompute=none, or the names of the repeated submodules in the kit's blocks() "
-        "(docs/own_model.md)",
+        instead=f"{_NONE}, or the names of the repeated submodules in the kit's blocks() (docs/own_model.md)",
     )
 
 
@@ -218,8 +222,7 @@ def _changes(name: str, buffers: list[str]) -> Problem:
         asked=f'layout.recompute with block "{name}"',
         found=f'its forward changes its buffer "{buffers[0]}"{more}',
         why="computed again, it would change it a second time, and may compute from another value than at first",
-        instead="--set layout.recompute=none, or a block that changes no buffer (for BatchNorm, LayerNorm or "
-        "track_running_stats=False)",
+        instead=f"{_NONE}, or a block that changes no buffer (LayerNorm, or BatchNorm's track_running_stats=False)",
     )
 
 
@@ -231,6 +234,5 @@ def _otherwise(name: str, text: str) -> Problem:
         found=f"it was computed otherwise: {found}",
         why="its gradients would be those of another forward; it depends on something that changed in between, "
         "such as a counter, a cache or a module's global",
-        instead="a forward that depends on its arguments, parameters and draws alone; or "
-        "--set layout.recompute=none",
+        instead=f"a forward that depends on its arguments, parameters and draws alone; or {_NONE}",
     )

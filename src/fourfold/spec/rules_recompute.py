@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from difflib import get_close_matches
 
 from fourfold.spec.errors import Problem
 from fourfold.spec.keys import toml_word
+from fourfold.spec.settings import typed
 from fourfold.spec.spec import Spec
 from fourfold.spec.training import KEEPABLE, KEPT
 
@@ -14,11 +16,10 @@ def keep_is_used(spec: Spec) -> Problem | None:
     mode, keep = spec.layout.recompute, spec.layout.recompute_keep
     if mode == "selective" or keep == KEPT:
         return None
-    nothing = "nothing is computed again" if mode == "none" else "everything is computed again"
     return Problem(
-        asked=f'layout.recompute_keep = {toml_word(keep)} with layout.recompute = "{mode}"',
-        found=f"{nothing}, whatever is to be kept",
-        why="the list would be silently ignored",
+        asked=f'layout.recompute_keep = {_listed(keep)} with layout.recompute = "{mode}"',
+        found="nothing is computed again" if mode == "none" else "everything is computed again",
+        why="what is to be kept all the same is read by selective alone: it would be silently ignored",
         instead=f"--set layout.recompute=selective, or leave layout.recompute_keep out with {mode}",
     )
 
@@ -28,14 +29,12 @@ def keep_names_operations(spec: Spec) -> Problem | None:
     unknown = [name for name in keep if name not in KEEPABLE]
     if not unknown:
         return None
-    meant = [
-        get_close_matches(name, KEEPABLE, n=1, cutoff=0.0)[0] if name in unknown else name for name in keep
-    ]
+    meant = [get_close_matches(name, KEEPABLE, n=1, cutoff=0.0)[0] for name in keep]  # itself, if it is one
     return Problem(
-        asked=f"layout.recompute_keep = {toml_word(keep)}",
-        found=f"no operation of the name {', '.join(toml_word(name) for name in unknown)}",
-        why=f"there are {', '.join(KEEPABLE)}; a name that means nothing would keep nothing",
-        instead=f"--set 'layout.recompute_keep={toml_word(list(dict.fromkeys(meant)))}'",
+        asked=f"layout.recompute_keep = {_listed(keep)}",
+        found=f"no operation of the name {', '.join(map(toml_word, unknown))}",
+        why=f"there are {', '.join(KEEPABLE)}; by any other name nothing would be kept",
+        instead=_typed(list(dict.fromkeys(meant))),
     )
 
 
@@ -45,6 +44,14 @@ def keep_is_not_empty(spec: Spec) -> Problem | None:
     return Problem(
         asked='layout.recompute_keep = [] with layout.recompute = "selective"',
         found="no operation whose result is kept",
-        why='without any, all is computed again: that is layout.recompute = "full", at less cost',
-        instead=f"--set layout.recompute=full or --set 'layout.recompute_keep={toml_word(KEPT)}'",
+        why='all is computed again then: that is layout.recompute = "full", at less cost',
+        instead=f"{_typed(KEPT)}, or leave it out with --set layout.recompute=full",
     )
+
+
+def _typed(names: Sequence[str]) -> str:
+    return typed("layout.recompute_keep", _listed(names))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"[{','.join(map(toml_word, names))}]"
