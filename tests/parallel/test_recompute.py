@@ -121,7 +121,8 @@ def test_a_block_that_is_computed_otherwise_is_named(mode):
 
 
 @pytest.mark.parametrize(
-    ("fault", "buffer"), [("statistics", "norm.running_mean"), ("buffer", "seen"), ("replaced", "seen")]
+    ("fault", "buffer"),
+    [("statistics", "norm.num_batches_tracked"), ("buffer", "seen"), ("replaced", "seen")],
 )
 def test_a_block_that_changes_a_buffer_is_refused(fault, buffer):
     error = recompute_jobs.refusal(partial(recompute_jobs.odds, fault), "full")

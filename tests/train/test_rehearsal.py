@@ -16,6 +16,7 @@ LAYOUTS = [
     pytest.param((*BATCH, "layout.bucket_mib=0.01"), id="ddp"),
     pytest.param((*BATCH, "layout.dp_shard=2", "layout.dp_replicate=2", "layout.zero=3"), id="hsdp"),
     pytest.param((*BATCH, "layout.tp=2", "layout.sp=true", "layout.zero=2"), id="tp-sp-zero2"),
+    pytest.param((*BATCH, "layout.zero=3", "layout.recompute=full"), id="zero3-recompute"),
 ]
 MORE = [
     ("layout.unused_parameters=true", "layout.bucket_mib=0.01"),
@@ -31,6 +32,14 @@ MORE = [
     ("layout.cp=2", "layout.zero=3"),
     ("layout.cp=2", "layout.cp_method=ring", "layout.tp=2", "layout.sp=true"),
     ("layout.cp=4", "layout.cp_method=ulysses"),
+    ("layout.recompute=full", "layout.bucket_mib=0.01"),
+    ("layout.recompute=selective",),
+    ("layout.recompute=selective", "layout.tp=2", "layout.sp=true", "layout.zero=3"),
+    ("layout.recompute=full", "layout.tp=2", "layout.zero=1"),
+    ("layout.recompute=full", "layout.cp=2", "layout.cp_method=ring", "layout.zero=3"),
+    ("layout.recompute=selective", "layout.cp=2", 'layout.recompute_keep=["collective", "mm"]'),
+    ("layout.recompute=full", "precision.compute=bf16", "precision.parameters=compute"),
+    ("layout.recompute=selective", "precision.compute=bf16", "layout.zero=3"),
     (
         'model={kind="mlp", inputs=5, hidden=7, layers=3}',
         'data={kind="synthetic", samples=40}',
@@ -66,6 +75,17 @@ def test_a_rehearsed_step_is_like_a_real_one(ranks, sets):
 @pytest.mark.parametrize("sets", MORE, ids=str)
 def test_other_rehearsed_steps_are_too(ranks, sets):
     compare(ranks, (*BATCH, *sets))
+
+
+def test_activations_that_are_computed_again_are_not_kept():
+    kept, most = [], []
+    for mode in ("full", "selective", '"none"'):
+        found = rehearse(rehearsal_jobs.asked(("data.sequence=128", *BATCH, f"layout.recompute={mode}"), 4))
+        assert isinstance(found, Rehearsal)
+        kept.append(found.activations_bytes)
+        most.append(found.peak_bytes)
+    assert kept == sorted(kept) and kept[0] < kept[1] / 2 < kept[2] / 2
+    assert most[0] < most[1] < most[2]
 
 
 def test_microbatches_between_the_first_and_the_last_are_counted_and_not_computed():

@@ -84,6 +84,27 @@ def test_two_pairs_on_four_ranks(small, tmp_path):
     assert document["count"] == 2
 
 
+@pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.long)])
+def test_layouts_that_recompute(small, tmp_path, mode):
+    spec = small(f"layout.recompute={mode}", "layout.cp_method=ring")
+    axes = ("dp_replicate 2", "dp_shard 2, zero 3", "tp 2, sp", "cp 2")
+    asked = legal(spec, 2, *(f"{axis}, recompute {mode}" for axis in axes))
+    document = verify_every_layout(spec, 2, steps=2, only=asked, out=tmp_path)
+    assert document["verdict"] == "pass", [layout["failed"] for layout in document["layouts"]]
+    assert {layout["recompute"] for layout in document["layouts"]} == {mode}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("method", ["gather", "ring", "ulysses"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_every_layout_of_tiny_that_recomputes(tmp_path, mode, method):
+    spec = load_spec("tiny", [f"layout.recompute={mode}", f"layout.cp_method={method}"]).spec
+    document = verify_every_layout(spec, 4, out=tmp_path)
+    assert document["verdict"] == "pass", [one["failed"] for one in document["layouts"] if one["failed"]]
+    assert document["worst_relative"] <= GRADIENT_TOLERANCE
+
+
 def test_a_layout_that_fails_is_told_from_one_that_does_not(small, tmp_path):
     said = []
     document = verify_every_layout(
@@ -108,7 +129,13 @@ def test_a_layout_that_fails_is_told_from_one_that_does_not(small, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "layout", [("layout.tp=2", "layout.sp=true"), ("layout.dp_shard=2", "layout.zero=3")]
+    "layout",
+    [
+        ("layout.tp=2", "layout.sp=true"),
+        ("layout.dp_shard=2", "layout.zero=3"),
+        ("layout.tp=2", "layout.sp=true", "layout.recompute=selective"),
+        ("layout.dp_shard=2", "layout.zero=3", "layout.recompute=full"),
+    ],
 )
 def test_nothing_deviates_in_the_trace_of_a_layout_that_is_right(small, tmp_path, layout):
     spec, _ = sharpened(settle(small(*layout, "data.sequence=32", "batch.micro_batch=2"), 2))
@@ -222,6 +249,11 @@ def test_a_layout_in_words_and_as_settings(small):
     assert words(one.layout) == "dp_shard 2 × tp 2, zero 3, sp"
     assert words(settle(small(), 1).layout) == "one rank"
     again = settle(small(*settings(one)), 4)
+    assert (again.layout, again.batch) == (one.layout, one.batch)
+    keep = ("layout.recompute=selective", 'layout.recompute_keep=["bmm"]')
+    one = settle(small(*keep), 2)
+    assert words(one.layout) == "dp_replicate 2, recompute selective"
+    again = settle(small(*settings(one)), 2)
     assert (again.layout, again.batch) == (one.layout, one.batch)
 
 

@@ -21,6 +21,8 @@ SP = (*TP, "layout.sp=true")
 ZERO3 = (*DDP, "layout.dp_shard=2", "layout.zero=3")
 BUCKETS = (*DDP, "layout.unused_parameters=true", "layout.bucket_mib=0.05")  # several from the first step on
 CROSSED = (*SMALL, "batch.micro_batch=2", "layout.dp_replicate=2", *SP[3:])
+AGAIN = (*DDP, "layout.recompute=full")
+SOME_AGAIN = (*DDP, "layout.recompute=selective")
 OWN = (
     *('model.kind="import"', 'data.kind="synthetic"', 'data.task="regression"'),
     *("data.inputs=4", "data.outputs=1", "data.samples=64", "optimizer.eps=1e-5"),
@@ -46,8 +48,9 @@ IN_STEP = {
     "fullest_not_reduced": Found(DDP, (GRADIENT,), "embedding.weight", "it was not reduced"),
     "buffer_used_again_too_early": Found(BUCKETS, (GRADIENT,)),
     "rate_of_the_first_step": Found(DDP, ("update",), note="learning rate", step=2),
-    "recomputed_with_other_draws": Found(DDP, ("backward",), "blocks.1"),
-    "overwritten_before_recompute": Found(DDP, ("backward",), "blocks.1"),
+    "recomputed_with_other_draws": Found(AGAIN, ("backward",), "blocks.1"),
+    "overwritten_before_recompute": Found(AGAIN, ("backward",), "blocks.1"),
+    "kept_of_another_call": Found(SOME_AGAIN, ("backward", OWN_GRADIENT), "blocks.1"),
     "activation_slot_used_again": Found(DDP, ("backward", OWN_GRADIENT), "blocks.1"),
     "an_update_for_each_microbatch": Found(DDP, ("update",)),
     "betas_not_read": Found(
@@ -146,10 +149,17 @@ def test_metrics_that_count_what_ranks_hold_alike_end_the_run(score, tmp_path, s
 @pytest.mark.parametrize(
     ("name", "sets", "planted"),
     [
-        ("recomputed", DDP, f"{STEP}:nothing_but_recomputed"),
+        ("AGAIN", AGAIN, None),
         *(
             pytest.param(name, sets, None, marks=pytest.mark.long)
-            for name, sets in (("DDP", DDP), ("BUCKETS", BUCKETS), ("TP", TP), ("SP", SP), ("ZERO3", ZERO3))
+            for name, sets in (
+                ("DDP", DDP),
+                ("SOME_AGAIN", SOME_AGAIN),
+                ("BUCKETS", BUCKETS),
+                ("TP", TP),
+                ("SP", SP),
+                ("ZERO3", ZERO3),
+            )
         ),
     ],
 )

@@ -20,7 +20,7 @@ def keep_is_used(spec: Spec) -> Problem | None:
         asked=f'layout.recompute_keep = {_listed(keep)} with layout.recompute = "{mode}"',
         found="nothing is computed again" if mode == "none" else "everything is computed again",
         why="what is to be kept all the same is read by selective alone: it would be silently ignored",
-        instead=f"--set layout.recompute=selective, or leave layout.recompute_keep out with {mode}",
+        instead="leave layout.recompute_keep out, or --set layout.recompute=selective",
     )
 
 
@@ -45,7 +45,7 @@ def keep_is_not_empty(spec: Spec) -> Problem | None:
         asked='layout.recompute_keep = [] with layout.recompute = "selective"',
         found="no operation whose result is kept",
         why='all is computed again then: that is layout.recompute = "full", at less cost',
-        instead=f"{_typed(KEPT)}, or leave it out with --set layout.recompute=full",
+        instead=f"leave it out with --set layout.recompute=full, or {_typed(KEPT)}",
     )
 
 

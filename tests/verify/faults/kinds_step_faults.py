@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from fourfold.models import decoder
 from fourfold.models.attention import Shared
 from fourfold.models.draws import Draws
-from fourfold.parallel import data_parallel
+from fourfold.parallel import data_parallel, recompute
 from fourfold.parallel.apply import Parallel
 from fourfold.train import setup, step
 from fourfold.train.optimizer import Optimizer
@@ -125,37 +124,60 @@ def rate_of_the_first_step() -> None:
     step.learning_rate = frozen
 
 
-def _recomputing(again: Callable[[Shared], Shared], after: Callable[[Tensor], None] = lambda x: None) -> None:
-    """Each block is computed again in backward, with again(what it shared); after(its input) follows its forward."""
-    forward = decoder.Block.forward
-
-    def block(self: nn.Module, x: Tensor, shared: Shared) -> Tensor:
-        runs: list[int] = []
-
-        def run(x: Tensor) -> Tensor:
-            runs.append(0)
-            return forward(self, x, shared if len(runs) == 1 else again(shared))
-
-        out: Tensor = checkpoint(run, x, use_reentrant=False)
-        after(x)
-        return out
-
-    decoder.Block.forward = block
-
-
-def nothing_but_recomputed() -> None:
-    """No fault: blocks are computed again with the same draws."""
-    _recomputing(lambda shared: shared)
-
-
 def recomputed_with_other_draws() -> None:
     """Dropout has another mask when a block is computed again."""
-    _recomputing(lambda shared: replace(shared, draws=Draws(1, 1, torch.arange(len(shared.draws._rows)))))
+    run = recompute._Again._run
+
+    def otherwise(self: Any, stand_ins: Any, x: Tensor, shared: Shared) -> Any:
+        if recompute.in_backward():
+            shared = replace(shared, draws=Draws(1, 1, torch.arange(len(shared.draws._rows))))
+        return run(self, stand_ins, x, shared)
+
+    recompute._Again._run = otherwise
 
 
 def overwritten_before_recompute() -> None:
     """A block's input is written over in place before the block is computed again from it."""
-    _recomputing(lambda shared: shared, lambda x: x.data.add_(1.0))
+    forward = recompute._Again.__call__
+
+    def overwriting(self: Any, x: Tensor, shared: Shared) -> Any:
+        made = forward(self, x, shared)
+        x.data.add_(1.0)
+        return made
+
+    recompute._Again.__call__ = overwriting
+
+
+def kept_of_another_call() -> None:
+    """What was kept of a block's products is handed out in another order when the block is computed again."""
+    made = recompute.create_selective_checkpoint_contexts
+
+    def turned(policy: Any) -> Any:
+        first, again = made(policy)
+        enter = type(again).__enter__
+
+        class Turned(type(again)):  # type: ignore[misc]
+            def __enter__(self) -> Any:
+                for kept in self.storage.values():
+                    alike = [
+                        n
+                        for n, one in kept.items()
+                        if not isinstance(one, list | tuple) and hasattr(one, "val")
+                    ]
+                    pairs = [
+                        (n, m)
+                        for n in alike
+                        for m in alike
+                        if n < m and kept[n].val.shape == kept[m].val.shape
+                    ]
+                    for n, m in pairs[:1]:
+                        kept[n], kept[m] = kept[m], kept[n]
+                return enter(self)
+
+        again.__class__ = Turned
+        return first, again
+
+    recompute.create_selective_checkpoint_contexts = turned
 
 
 def activation_slot_used_again() -> None:
