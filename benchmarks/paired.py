@@ -54,7 +54,7 @@ def in_turn(loops: Mapping[str, Callable[[int], None]], rounds: int) -> list[dic
     times: list[dict[str, float]] = []
     for index in range(rounds):
         order = list(loops)
-        order = order[index % 3 :] + order[: index % 3]
+        order = order[index % len(order) :] + order[: index % len(order)]
         if index % 2:
             order.reverse()
         seconds = dict.fromkeys(loops, 0.0)

@@ -36,6 +36,12 @@ def notes(world: int, *sets: str) -> tuple[str, ...]:
         ),
         (
             1,
+            ["model.kind=mlp", "data.kind=synthetic", "layout.recompute=full"],
+            "layout.recompute = full frees nothing of an mlp: each of its blocks is one Linear, which keeps no more "
+            "than what goes into it",
+        ),
+        (
+            1,
             ["layout.zero=3"],
             "layout.zero = 3 does nothing with dp_shard = 1: there is one rank to shard over",
         ),

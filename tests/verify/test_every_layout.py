@@ -151,6 +151,7 @@ def test_nothing_deviates_in_the_trace_of_a_layout_that_is_right(small, tmp_path
         ]
         assert lines[0]["counts"] == (rank == 0 or "layout.tp=2" not in layout)
         known = {(x["kind"], x["name"]): bool(x["values"]) for x in lines if "kind" in x}
+        assert {x["call"] for x in lines if x.get("kind") == "forward"} == {0}, "no module but once"
         for name in (
             "embedding",
             "blocks.0.attention.key",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from fourfold.record.environment import cores
 from fourfold.spec.boxes import shard_range
-from fourfold.spec.model import DecoderSpec, ImportSpec
+from fourfold.spec.model import DecoderSpec, ImportSpec, MlpSpec
 from fourfold.spec.spec import Spec
 from fourfold.spec.words import counted
 
@@ -17,6 +17,7 @@ def notes_on(spec: Spec, nproc: int) -> tuple[str, ...]:
         *_short_of_warm_up(spec),
         *_nothing_to_shard(spec),
         *_nothing_to_move(spec),
+        *_nothing_to_recompute(spec),
         *_uneven(spec),
         *unknown_cut(spec),
         *_crowded(spec, nproc),
@@ -41,6 +42,14 @@ def _nothing_to_shard(spec: Spec) -> Iterator[str]:
 def _nothing_to_move(spec: Spec) -> Iterator[str]:
     if spec.layout.offload == "cpu" and spec.hardware.device != "cuda":
         yield "layout.offload = cpu moves state off a CUDA device: a rank on the CPU holds it there already"
+
+
+def _nothing_to_recompute(spec: Spec) -> Iterator[str]:
+    if spec.layout.recompute != "none" and isinstance(spec.model, MlpSpec):
+        yield (
+            f"layout.recompute = {spec.layout.recompute} frees nothing of an mlp: each of its blocks is one Linear, "
+            "which keeps no more than what goes into it"
+        )
 
 
 def _uneven(spec: Spec) -> Iterator[str]:
