@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fourfold.models.protocol import ModelKit
 from fourfold.parallel.apply import Parallel, parallelize
+from fourfold.parallel.clip import local
 from fourfold.parallel.narrow import loss_module, narrow_dtype
 from fourfold.spec.errors import FourfoldError
 from fourfold.spec.training import LayoutSpec, PrecisionSpec
@@ -57,7 +58,7 @@ def kept(mode: str) -> tuple[int, int]:
 
 
 class Odd(nn.Module):
-    """A block of which `forget` says what is wrong with it, if anything."""
+    """A block of which `fault` says what is wrong with it, if anything."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
@@ -111,3 +112,46 @@ def refusal(make: Callable[[], ModelKit], mode: str) -> FourfoldError | None:
     except FourfoldError as error:
         return error
     return None
+
+
+class _Beside(nn.Module):
+    """A block whose first column takes what a column before it took, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, 4] -> [B, T, 4]."""
+        return self.down(torch.tanh(self.up(x)))
+
+
+class _Forked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 4)
+        self.first, self.second = _Beside(), _Beside()
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(a sum, a count)."""
+        x = self.table(tokens)
+        made = self.first(x) + self.second(x)
+        return made.square().sum(), torch.tensor(1)
+
+
+class _ForkedKit(PlainKit):
+    def sharding(self) -> dict[str, Any]:
+        return {"table.weight": "vocabulary", "*.up.weight": "column", "*.down.weight": "row"}
+
+
+def forked(mode: str) -> dict[str, list[float]]:
+    """Gradients of this rank under tensor and sequence parallel, of a block that shares its input with another."""
+    torch.manual_seed(SEED)
+    kit = _ForkedKit(lambda: _Forked().double(), ("second",))
+    layout = LayoutSpec(dp_replicate=1, tp=2, sp=True, recompute=mode)
+    module = loss_module(kit, kit.build(SEED, torch.float32), PrecisionSpec(), False)
+    parallel = parallelize(module, layout, CPU)
+    with parallel.microbatch(True):
+        parallel.module(Batched([torch.arange(6).view(1, 6)]))[0].backward()
+    parallel.finish()
+    return {name: local(p.grad).flatten().tolist() for name, p in parallel.network.named_parameters()}

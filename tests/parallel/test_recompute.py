@@ -94,6 +94,15 @@ def test_torchs_own_random_stream_is_where_it_was(mode):
         assert torch.equal(expected, again[name]), name
 
 
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_what_was_gathered_for_another_module_is_gathered_again_in_a_block(ranks, mode):
+    plain, again = (ranks(2).run(recompute_jobs.forked, how) for how in ("none", mode))
+    for one, other in zip(plain, again, strict=True):
+        assert one.keys() == other.keys()
+        for name, expected in one.items():
+            assert other[name] == pytest.approx(expected, rel=1e-12, abs=1e-14), name
+
+
 def test_activations_shrink():
     (none, most), (some, most_of_some), (least, most_of_least) = (
         recompute_jobs.kept(mode) for mode in ("none", "selective", "full")
