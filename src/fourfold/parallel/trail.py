@@ -91,7 +91,7 @@ class Trail:
     forget: lets go of what modules keep for those after them.
     """
 
-    def __init__(self, ranks: int, sequence: bool, forget: Callable[[], None]) -> None:
+    def __init__(self, ranks: int, sequence: bool, forget: Callable[[], None] = lambda: None) -> None:
         self._ranks = ranks
         self._sequence = sequence
         self.forget = forget
