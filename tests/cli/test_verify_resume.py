@@ -66,7 +66,7 @@ def test_a_failed_check_exits_3_and_says_where_it_begins(spec, capsys, monkeypat
         (["small.toml"], 2, "--world"),
         (["small.toml", "--world", "3"], 2, "8"),
         (["small.toml", "--world", "0"], 2, "world"),
-        (["small.toml", "--world", "2", "--set", "layout.pp=2"], 2, "layout.pp"),
+        (["small.toml", "--world", "2", "--set", "layout.pp=3"], 2, "layout.pp"),
         (["small.toml", "--world", "2", "--set", "checkpoint.every=-1"], 2, "checkpoint.every"),
         (["small.toml", "--world", "2", "--set", "checkpoint.keep_last=0"], 2, "checkpoint.keep_last"),
         (["no.toml", "--world", "2"], 2, "no such file"),

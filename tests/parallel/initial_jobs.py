@@ -14,7 +14,7 @@ from fourfold.parallel.apply import parallelize
 from fourfold.parallel.clip import local
 from fourfold.parallel.initial import fill_boxes
 from fourfold.spec.training import LayoutSpec
-from tests.parallel.one_device import CPU, SEED, boxed, changed, make_kit, spread
+from tests.parallel.one_device import CPU, DECODER, SEED, boxed, changed, make_kit, spread
 
 
 def same_bits(model: dict[str, Any], layout: dict[str, Any], dtype: torch.dtype) -> list[str]:
@@ -68,7 +68,14 @@ def built_whole_and_in_boxes(model: dict[str, Any], layout: dict[str, Any]) -> b
     )
 
 
-def plain_parameter() -> None:
-    """A parameter that is no DTensor cannot be filled."""
-    kit: Any = make_kit({"kind": "mlp"})
-    fill_boxes(LossModule(kit, kit.skeleton(torch.float64)), kit, SEED, CPU)
+def plain_parameters() -> bool:
+    """Of a tied decoder on the meta device, filled where it is no DTensor: as it is built."""
+    kit: Any = make_kit(DECODER)
+    module = LossModule(kit, kit.skeleton(torch.float64))
+    fill_boxes(module, kit, SEED, CPU)
+    built = dict(kit.build(SEED, torch.float64).named_parameters())
+    filled = dict(module.module.named_parameters())
+    tied = module.module.head.weight is module.module.embedding.weight
+    return (
+        bool(tied) and built.keys() == filled.keys() and all(torch.equal(built[n], filled[n]) for n in built)
+    )

@@ -83,7 +83,7 @@ def gathered_at_blocks(layout: dict[str, Any], layers: int) -> list[tuple[int, .
     """Which units of blocks are whole, or on their way, when each block begins: in forward, then in backward."""
     kit = make_kit(DECODER | {"layers": layers})
     module, parallel = spread(kit, LayoutSpec(**layout), meta=False)
-    assert isinstance(parallel.reduction, Sharded)
+    assert isinstance(parallel.reductions[0], Sharded)
     blocks = [module.module.get_submodule(name) for name in kit.blocks(module.module)]
     units = list(dict.fromkeys(b._get_fsdp_state() for b in blocks if isinstance(b, FSDPModule)))
     groups = [state._fsdp_param_groups[0] for state in units]
@@ -220,7 +220,7 @@ def forward_before(layout: dict[str, Any], rest: bool) -> str:
     with torch.no_grad(), parallel.microbatch(last=True):
         parallel.module(part(kit, 0, 0, 7, True))
     if rest:
-        parallel.reduction.rest()
+        parallel.reductions[0].rest()
     optimizer = Optimizer(dict(network.named_parameters()), ADAMW)
     before = {name: p.detach().clone() for name, p in network.named_parameters()}
     with parallel.microbatch(last=True):

@@ -85,7 +85,7 @@ def becomes(asked: dict[str, Any]) -> dict[str, Any]:
     """What a layout of a decoder becomes on this rank."""
     _, parallel = spread(make_kit(DECODER), LayoutSpec(**asked), meta=False)
     return {
-        "machinery": type(parallel.reduction).__name__,
+        "machinery": type(parallel.reductions[0]).__name__,
         "factor": parallel.loss_factor,
         "degree": parallel.degree,
         "dp_rank": parallel.dp_rank,

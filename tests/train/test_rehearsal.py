@@ -17,6 +17,7 @@ LAYOUTS = [
     pytest.param((*BATCH, "layout.dp_shard=2", "layout.dp_replicate=2", "layout.zero=3"), id="hsdp"),
     pytest.param((*BATCH, "layout.tp=2", "layout.sp=true", "layout.zero=2"), id="tp-sp-zero2"),
     pytest.param((*BATCH, "layout.zero=3", "layout.recompute=full"), id="zero3-recompute"),
+    pytest.param((*BATCH, "layout.pp=2", "layout.zero=2", "batch.accumulation=4"), id="pp-zero2"),
 ]
 MORE = [
     ("layout.unused_parameters=true", "layout.bucket_mib=0.01"),
@@ -32,6 +33,10 @@ MORE = [
     ("layout.cp=2", "layout.zero=3"),
     ("layout.cp=2", "layout.cp_method=ring", "layout.tp=2", "layout.sp=true"),
     ("layout.cp=4", "layout.cp_method=ulysses"),
+    ("layout.pp=2", "batch.accumulation=4", 'layout.pp_schedule="gpipe"', "layout.zero=3"),
+    ("layout.pp=2", "batch.accumulation=4", "layout.tp=2", "layout.sp=true", "model.tied=true"),
+    ("layout.pp=2", "batch.accumulation=4", "model.layers=4", 'layout.pp_schedule="zbv"', "layout.zero=1"),
+    ("layout.pp=4", "batch.accumulation=8", "model.layers=4"),
     ("layout.recompute=full", "layout.bucket_mib=0.01"),
     ("layout.recompute=selective",),
     ("layout.recompute=selective", "layout.tp=2", "layout.sp=true", "layout.zero=3"),

@@ -110,7 +110,7 @@ def test_requests_that_cannot_be_judged(small, tmp_path):
     with pytest.raises(SpecError):
         verify_equal(small(), 3, out=tmp_path)  # 8 samples do not divide over 3 ranks
     with pytest.raises(SpecError, match="pp"):
-        verify_equal(small("layout.pp=2"), 2, out=tmp_path)
+        verify_equal(small("layout.pp=4"), 4, out=tmp_path)
     assert list(tmp_path.iterdir()) == [], "nothing was written"
 
 

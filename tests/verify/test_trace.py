@@ -49,7 +49,7 @@ def trace(path, blocks, model=None, scale=0.25, touch=lambda _model: None):
     """Trace forward and backward of the blocks; returns what the tracer kept of the gradients."""
     torch.manual_seed(0)
     model = model or Twice()
-    with JsonLines(path) as lines, tracing([model], model, lines) as tracer:
+    with JsonLines(path) as lines, tracing([model], [model], lines) as tracer:
         touch(model)
         for rows in blocks:
             total, _ = model(batch(rows))

@@ -70,7 +70,7 @@ class Manifest(Value):
     step: NonNegativeInt
     position: NonNegativeInt
     world: PositiveInt
-    layout: dict[str, int | bool | float | str | None]  # the settled [layout]
+    layout: dict[str, int | bool | float | str | list[int | str] | None]  # the settled [layout]
     spec_hash: str  # xxh3-128 of the settled Spec's JSON
     data_hash: str  # content hash of the training data
     versions: dict[str, str]  # fourfold, torch, python

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 import xxhash
 
@@ -28,7 +29,7 @@ class SaveFacts:
 
     step: int
     position: int
-    layout: Mapping[str, int | bool | float | str | None]
+    layout: Mapping[str, Any]
     spec_hash: str
     data_hash: str
 

@@ -90,7 +90,7 @@ class _Stage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        with self._reduction.microbatch(last_backward and not self._splits):
+        with self._reduction.microbatch(last_backward):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -227,7 +227,8 @@ class Pipeline:
         expected = self._shape(batch)
         if given.shape != expected or given.dtype != self._dtype:
             raise CheckFailed(_other_stream(given, expected, self._dtype))
-        return given.contiguous()
+        # torch cuts the graph at what was sent, in place: it must be a tensor of its own.
+        return given.clone() if given._is_view() else given.contiguous()
 
     def _placement(self, shape: Sequence[int]) -> Placement:
         return Shard(len(shape) - 2) if self._layout.sp and len(shape) > 1 else Replicate()

@@ -32,6 +32,7 @@ from fourfold.parallel.took_part import TookPart
 from fourfold.spec.errors import CheckFailed, Problem, SpecError
 from fourfold.spec.grid import Grid
 from fourfold.spec.rules_memory import beyond_units
+from fourfold.spec.schedules import SCHEDULES
 from fourfold.spec.training import LayoutSpec, PrecisionSpec
 
 
@@ -67,6 +68,7 @@ class Sharded:
         self._offload = offload_policy(layout, device)
         self._precision = policy(precision)
         self._replicas = grid.dp_replicate > 1
+        self._splits = layout.pp > 1 and SCHEDULES[layout.pp_schedule].splits
         self._asked: _Asked | None = None
         self._begun = False  # a step, by its first microbatch
         units = in_units(blocks, layout)
@@ -106,21 +108,26 @@ class Sharded:
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
-        """Around forward and backward: what is reduced, and what stays gathered, until the last."""
+        """Around forward and backward: what is reduced, and what stays gathered, until the last.
+
+        Where backwards are split nothing is reduced or dropped before `reduce_split`: FSDP2's hooks are of the first
+        half.
+        """
         root = self.module
         assert isinstance(root, FSDPModule), "it was wrapped last"
         if not self._begun:
             self._check_own()
             self._begun = True
+        last = last and not self._splits
         asked = _Asked(
             sync=last or self._stage >= 2,
             all_reduce=last or not self._replicas,
-            drop=last or self._stage not in (1, 2),
+            drop=last or (self._stage not in (1, 2) and not self._splits),
         )
         if asked != self._asked:  # each of these walks over all modules
             root.set_requires_gradient_sync(asked.sync)
             root.set_requires_all_reduce(asked.all_reduce)
-            if self._stage in (1, 2):
+            if self._stage in (1, 2) or self._splits:
                 root.set_reshard_after_backward(asked.drop)
             self._asked = asked
         root.set_is_last_backward(last)

@@ -39,6 +39,11 @@ class Tied:
             first,
         )
 
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The modules of the beginning that the last stage has for their parameters alone."""
+        return tuple(name.rpartition(".")[0] for name in self._names)
+
     def elsewhere(self) -> list[nn.Parameter]:
         """Those that the first stage has on another rank."""
         return [] if self._first else [self._network.get_parameter(name) for name in self._names]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fourfold.plan.pipeline_schedules import bubble_by_formula
 from fourfold.record.environment import cores
 from fourfold.spec.boxes import shard_range
 from fourfold.spec.model import DecoderSpec, ImportSpec, MlpSpec
+from fourfold.spec.schedules import stages_each
 from fourfold.spec.spec import Spec
 from fourfold.spec.words import counted
 
@@ -17,6 +19,7 @@ def notes_on(spec: Spec, nproc: int) -> tuple[str, ...]:
         *_short_of_warm_up(spec),
         *_nothing_to_shard(spec),
         *_nothing_to_move(spec),
+        *_bubble(spec),
         *_nothing_to_recompute(spec),
         *_uneven(spec),
         *unknown_cut(spec),
@@ -50,6 +53,19 @@ def _nothing_to_recompute(spec: Spec) -> Iterator[str]:
             f"layout.recompute = {spec.layout.recompute} frees nothing of an mlp: each of its blocks is one Linear, "
             "which keeps no more than what goes into it"
         )
+
+
+def _bubble(spec: Spec) -> Iterator[str]:
+    """Too few microbatches for the stages: how long a rank waits, by the schedule's formula."""
+    layout, microbatches = spec.layout, spec.batch.accumulation
+    if layout.pp == 1 or microbatches is None or microbatches >= layout.pp:
+        return
+    share = bubble_by_formula(layout.pp_schedule, layout.pp, microbatches, stages_each(layout))
+    waits = "" if share is None else f": a rank waits for {share:.0%} of a step"
+    yield (
+        f"batch.accumulation = {microbatches} is fewer microbatches than the {layout.pp} ranks of the pipeline{waits}; "
+        "more of them, of fewer samples, fill it"
+    )
 
 
 def _uneven(spec: Spec) -> Iterator[str]:

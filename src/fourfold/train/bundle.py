@@ -91,6 +91,8 @@ def _description(
             for name, value in named_state(training.model).items()
             if isinstance(value, DTensor) and (box := box_of(value)).size != value.shape
         },
+        # Which parameters are here, where other ranks have others
+        "stage": sorted(training.named_parameters()) if training.parallel.pipeline is not None else None,
         "valid_targets": [batch.valid_count() for batch in batches],
         "microbatches": [
             {

@@ -110,7 +110,9 @@ class Watch:
             self._microbatch += 1
             if self._microbatch == 1:
                 self._before = self._beside()
-        elif phase == "backward" and self._microbatch == 1:
+            elif self._microbatch == 2 and self._staged:  # its backward is not yet due
+                self._activations = self._beside() - self._before
+        elif phase == "backward" and self._microbatch == 1 and not self._staged:
             self._activations = self._beside() - self._before
         self.collectives.each = between if self._microbatch == 2 and between > 1 and phase != "update" else 1
 

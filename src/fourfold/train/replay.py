@@ -38,7 +38,7 @@ def replay(folder: Path) -> dict[str, Any]:
     """
     bundle, tensors = _read(folder)
     spec = Spec.model_validate_json(json.dumps(bundle["spec"]))
-    if bundle.get("boxes"):
+    if bundle.get("boxes") or bundle.get("stage"):
         raise DataError(_in_parts(folder, bundle, spec))
     kit = kit_for(spec)
     dtype = parameter_dtype(spec.precision)
@@ -132,12 +132,17 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _in_parts(folder: Path, bundle: dict[str, Any], spec: Spec) -> Problem:
-    name, (offset, size) = next(iter(bundle["boxes"].items()))
-    asked = {"zero": spec.layout.zero, "tp": spec.layout.tp}
-    cutting = " and ".join(f"layout.{key} = {value}" for key, value in asked.items() if value > (key == "tp"))
+    asked = {"zero": spec.layout.zero, "tp": spec.layout.tp, "pp": spec.layout.pp}
+    cutting = " and ".join(
+        f"layout.{key} = {value}" for key, value in asked.items() if value > (key != "zero")
+    )
+    held = f"the {len(bundle.get('stage') or ())} parameters of its stages"
+    if bundle.get("boxes"):
+        name, (offset, size) = next(iter(bundle["boxes"].items()))
+        held = f"part of {len(bundle['boxes'])} parameters: {size} at {offset} of {name} ..."
     return Problem(
         asked=f"replay {folder} on one device",
-        found=f"rank {bundle['rank']}'s part of {len(bundle['boxes'])} parameters: {size} at {offset} of {name} ...",
+        found=f"of rank {bundle['rank']} {held}",
         why=f"{cutting} cuts parameters between ranks, and one that fails may ask no other for its part",
         instead=f"fourfold train SPEC --nproc {bundle['world']} --resume auto  (with the Spec and run.dir of the run: "
         f"step {bundle['step']} is computed from its last checkpoint again, with the same data and draws)",

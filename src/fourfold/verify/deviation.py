@@ -60,6 +60,7 @@ class _Trace:
 
     counts: whether the rank speaks for its samples. output, behind, loss: see `whole.Collectives`.
     here: the modules and parameters of this rank's stages, None: all of them; has_loss: whether the loss is here.
+    share: which part of the global batch it computes; ranks of one share have the same loss.
     """
 
     micros: dict[tuple[int, int], dict[Key, Values]] = field(default_factory=dict)
@@ -71,6 +72,7 @@ class _Trace:
     loss: str = ""
     here: frozenset[str] | None = None
     has_loss: bool = True
+    share: int = -1
 
     def due(self, key: Key) -> bool:
         """Whether this happens on this rank."""
@@ -174,10 +176,9 @@ def _in_microbatch(
                         step, micro, rank, key, inf, before, trace, "it did not run here"
                     )
                 continue
-            peer = next(held[p] for p in held if list(rows[p]) == list(rows[rank]) and held[p].due(key))
-            found = _judged(
-                expected, step, key, rows[rank], actual, usual, peer.micros.get((step, micro), {})
-            )
+            peer = next(other for other in held.values() if other.share == trace.share and other.due(key))
+            same = peer.micros.get((step, micro), {})
+            found = _judged(expected, step, key, rows[rank], actual, usual, same)
             if isinstance(found, tuple):
                 return missing.get(rank) or _deviation(
                     step, micro, rank, key, found[0], before, trace, found[1]
@@ -200,12 +201,12 @@ def _judged(
 ) -> tuple[float, str] | bool:
     """The gap of one event and what to say of it; True if rows were compared and agree; False if there were none.
 
-    peer: of a rank with the same rows, maybe the same rank: their losses are one.
+    peer: of a rank with the same share of the batch, maybe the same rank: their losses are one.
     """
     if key[0] == LOSS and key in peer:
         gap = max(relative_gap(a, p, 0.0) for a, p in zip(actual.ravel(), peer[key].ravel(), strict=True))
         sums = f"{actual.ravel()[0]:.12g} in place of {peer[key].ravel()[0]:.12g}"
-        return False if within(gap, TRACE_TOLERANCE) else (gap, f"{sums} on the first rank with these rows")
+        return False if within(gap, TRACE_TOLERANCE) else (gap, f"{sums} on the first rank with this share")
     if key[0] == WEIGHT:
         # Any common factor is a matter of the reduction; here all shares of the mean must weigh the same.
         weight, count = float(actual.ravel()[0]), _loss([expected.trace], step)[1]
@@ -341,6 +342,7 @@ def _read(path: Path) -> _Trace:
             trace.failed = (line["step"], line["failed"])
         elif "counts" in line:
             trace.counts, trace.has_loss = line["counts"], line.get("loss", True)
+            trace.share = line.get("share", -1)
             trace.here = frozenset(line["here"]) if line.get("here") is not None else None
             trace.output, trace.behind, trace.loss = (
                 line["collectives"][k] for k in ("output", "behind", "loss")

@@ -22,9 +22,10 @@ from fourfold.spec.keys import toml_word
 from fourfold.spec.layouts import Layouts, Refused, layouts
 from fourfold.spec.model import DecoderSpec
 from fourfold.spec.rules import require
+from fourfold.spec.schedules import stages_each
 from fourfold.spec.settle import data_parallel_degree, settle
 from fourfold.spec.spec import Spec
-from fourfold.spec.training import KEPT, BatchSpec, LayoutSpec
+from fourfold.spec.training import BatchSpec, LayoutSpec
 from fourfold.verify.case import TIMEOUT_S, Case, Ranks, clipping, search, traced_reference
 from fourfold.verify.deviation import Deviation
 from fourfold.verify.equal import SCHEMA, layout_entry, prepared, require_steps
@@ -39,6 +40,7 @@ MICROBATCHES = 2
 ROWS = 2  # of a microbatch where the batch is cut into most shares
 
 Say = Callable[[str], None]
+_PLAIN = LayoutSpec()  # what need not be told
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ def reduced(spec: Spec, world: int) -> tuple[Spec, tuple[str, ...]]:
     rows = MICROBATCHES * ROWS * world
     changes = [
         f"the layout: every legal one of {world} ranks",
-        f"batch: {rows} samples, so that every data-parallel degree has {MICROBATCHES} microbatches",
+        f"batch: {rows} samples, so that every data-parallel degree has {MICROBATCHES} microbatches (× pp)",
     ]
     update: dict[str, Any] = {"batch": BatchSpec(global_batch=rows, accumulation=MICROBATCHES)}
     model, data = spec.model, spec.data
@@ -139,6 +141,12 @@ def words(layout: LayoutSpec) -> str:
     used = [f"{axis} {grid.degree(axis)}" for axis in AXES if grid.degree(axis) > 1] or ["one rank"]
     parts = [" × ".join(used)] + [f"ep {layout.ep}"] * (layout.ep > 1)
     parts += [f"zero {layout.zero}"] * (layout.zero > 0) + ["sp"] * layout.sp
+    parts += [layout.cp_method] * (layout.cp > 1 and layout.cp_method != _PLAIN.cp_method)
+    parts += [layout.pp_schedule] * (layout.pp > 1 and layout.pp_schedule != _PLAIN.pp_schedule)
+    parts += [f"{stages_each(layout)} stages a rank"] * (layout.pp > 1 and layout.pp_virtual is not None)
+    parts += [f"split {'+'.join(map(str, layout.pp_split or ()))}"] * (
+        layout.pp > 1 and layout.pp_split is not None
+    )
     return ", ".join(parts + [f"recompute {layout.recompute}"] * (layout.recompute != "none"))
 
 
@@ -149,10 +157,10 @@ def settings(spec: Spec) -> tuple[str, ...]:
     values = {key: value for key, value in values.items() if value != 1 or key == "layout.dp_replicate"}
     values |= {"layout.sp": str(layout.sp).lower(), "batch.global_batch": batch.global_batch}
     values |= {"batch.micro_batch": batch.micro_batch, "batch.accumulation": batch.accumulation}
-    if layout.recompute != "none":
-        values["layout.recompute"] = layout.recompute
-    if layout.recompute_keep != KEPT:
-        values["layout.recompute_keep"] = toml_word(layout.recompute_keep)
+    options = ("recompute", "recompute_keep", "cp_method", "pp_schedule", "pp_virtual", "pp_split")
+    for option in options:
+        if (value := getattr(layout, option)) != getattr(_PLAIN, option):
+            values[f"layout.{option}"] = toml_word(value)
     decoder = getattr(model, "args", {}).get("decoder", {})
     if "layers" in decoder:
         values["model.layers"] = decoder["layers"]
@@ -194,8 +202,10 @@ class _Run:
         layout = layout.model_copy(update={"unused_parameters": unused})
         whole = spec.batch.global_batch
         assert whole, "the Spec is settled"
-        micro = whole // (MICROBATCHES * data_parallel_degree(layout))
-        batch = BatchSpec(global_batch=whole, micro_batch=micro, accumulation=MICROBATCHES)
+        # In a pipeline as many as fill every schedule; `reduced` has rows for them.
+        microbatches = MICROBATCHES * layout.pp
+        micro = whole // (microbatches * data_parallel_degree(layout))
+        batch = BatchSpec(global_batch=whole, micro_batch=micro, accumulation=microbatches)
         return replace(self.case, spec=spec.model_copy(update={"layout": layout, "batch": batch}))
 
     def _judged(self, case: Case, ranks: Ranks, since: float) -> Judged:

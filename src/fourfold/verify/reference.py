@@ -201,7 +201,7 @@ def run_reference(
         tracer = None
         if trace is not None:
             lines = stack.enter_context(JsonLines(trace))
-            tracer = stack.enter_context(tracing([module], model, lines))
+            tracer = stack.enter_context(tracing([module], [model], lines))
         for step in range(steps):
             rows = whole_batch(spec, source, schedule, step)
             total, count = _loss_and_gradients(module, rows, _rows_of_chunk(rows[0]))

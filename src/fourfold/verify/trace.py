@@ -112,12 +112,12 @@ class Tracer:
     def __init__(
         self,
         loss_modules: Sequence[nn.Module],
-        model: nn.Module,
+        models: Sequence[nn.Module],
         sink: Callable[[Sequence[Event]], None],
         whole: Whole | None = None,
         staged: bool = False,
     ) -> None:
-        """loss_modules: the model in one piece, or its stages; model: all of it that is here, under its own names."""
+        """loss_modules: the model in one piece, or its stages; models: the network of each, under its own names."""
         self.own: dict[str, Tensor] = {}
         self.last: dict[str, Tensor] = {}
         self.part: dict[str, Tensor] = {}
@@ -128,7 +128,7 @@ class Tracer:
         self._micros: dict[tuple[int, ...], _Micro] = {}  # by the rows of each
         self._now = _Micro(1)
         self.step = 0  # of the microbatch at hand
-        self._handles = list(_watch(self, loss_modules, model))
+        self._handles = list(_watch(self, loss_modules, models))
 
     def close(self) -> None:
         """Remove every hook."""
@@ -218,7 +218,7 @@ class Tracer:
         return hook
 
 
-def _watch(tracer: Tracer, loss_modules: Sequence[nn.Module], model: nn.Module) -> Iterator[Any]:
+def _watch(tracer: Tracer, loss_modules: Sequence[nn.Module], models: Sequence[nn.Module]) -> Iterator[Any]:
     """Hooks on the loss modules, every module of the model under its bare name, and through it its parameters."""
 
     def enter(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -232,7 +232,7 @@ def _watch(tracer: Tracer, loss_modules: Sequence[nn.Module], model: nn.Module) 
         yield module.register_forward_pre_hook(enter)
         yield module.register_forward_hook(leave)
     first: dict[int, str] = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in (named for model in models for named in model.named_modules()):
         label = prefix or NETWORK
         names = {
             key: first.setdefault(id(parameter), f"{prefix}.{key}" if prefix else key)
@@ -258,7 +258,7 @@ def _tensors(output: object) -> Iterator[Tensor]:
 @contextmanager
 def tracing(
     loss_modules: Sequence[nn.Module],
-    model: nn.Module,
+    models: Sequence[nn.Module],
     lines: JsonLines,
     whole: Whole | None = None,
     staged: bool = False,
@@ -281,7 +281,7 @@ def tracing(
                 }
             )
 
-    tracer = Tracer(loss_modules, model, sink, whole, staged)
+    tracer = Tracer(loss_modules, models, sink, whole, staged)
     try:
         yield tracer
     finally:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fourfold.parallel.apply import Parallel
 from fourfold.record.writer import JsonLines
 from fourfold.spec.grid import AXES
 from fourfold.spec.spec import Spec
@@ -48,14 +49,16 @@ def trace_rank(
     """
     with opened(spec, masking) as training, JsonLines(folder / f"rank{dist.get_rank()}.jsonl") as lines:
         whole = whole_of(training.parallel, spec.layout.sp)
-        parallel, model = training.parallel, training.model
+        parallel = training.parallel
         staged = parallel.pipeline is not None
-        here = [name for name, _ in model.named_modules() if name] + [
-            name for name, _ in model.named_parameters()
-        ]
-        told = {"here": here if staged else None, "loss": parallel.has_loss}
+        told = {
+            "here": _here(parallel) if staged else None,
+            "loss": parallel.has_loss,
+            "share": parallel.share,
+        }
+        networks = [module.module for module in parallel.modules] if staged else [training.model]
         lines.write({"counts": parallel.counts, "collectives": asdict(whole.collectives), **told})
-        with tracing(parallel.modules, model, lines, whole, staged) as tracer:
+        with tracing(parallel.modules, networks, lines, whole, staged) as tracer:
             for step, batches in enumerate(training.loader.steps(0, steps)):
                 # Where the loss is on another stage, its factor is, too.
                 tracer.weight = None if parallel.has_loss else 1.0 / max(reference.steps[step].count, 1)
@@ -70,6 +73,17 @@ def trace_rank(
                 for line in _stages(training, reference, step, tracer, parameter_tolerance):
                     lines.write({"step": step, **line})
                 tracer.forget()
+
+
+def _here(parallel: Parallel) -> list[str]:
+    """Modules and parameters that take part in this rank's stages; a tied one is in the last for its value alone."""
+    assert parallel.pipeline is not None, "there are stages"
+    names: set[str] = set()
+    for part, module in zip(parallel.pipeline.parts, parallel.modules, strict=True):
+        idle = parallel.tied.owners if parallel.tied is not None and part.index else ()
+        names |= {name for name, _ in module.module.named_modules() if name and name not in idle}
+        names |= {name for name, _ in module.module.named_parameters()}
+    return sorted(names)
 
 
 def _stages(
@@ -106,7 +120,8 @@ def _own_gaps(training: Training, reference: Reference, step: int, tracer: Trace
 
     Collectives: an all-reduce of one number, and one of each gradient.
     """
-    weight = torch.tensor(tracer.weight if training.parallel.has_loss and tracer.weight else 0.0).double()
+    own = tracer.weight if training.parallel.has_loss and tracer.weight else 0.0
+    weight = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(weight, op=dist.ReduceOp.MAX)
     # The trainer's factor before every loss, such as degree / count, against 1 / count.
     scale = 1.0 / max(reference.steps[step].count, 1) / (float(weight) or 1.0)

@@ -39,7 +39,7 @@ def norm_gradients_not_summed() -> None:
 
 def replicated_counted_tp_times() -> None:
     """The norm takes the square of what is whole on every tensor-parallel rank once for each."""
-    GradientNorm._counts = lambda self, gradient: True
+    GradientNorm._counts = lambda self, gradient, own: True
 
 
 def shard_left_out_of_the_norm() -> None:
