@@ -82,9 +82,11 @@ def test_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_none(capsys: pytest.CaptureFixture[str]) -> None:
-    out, err = run(capsys, "moe-tiny --world 2")
-    assert out.startswith("moe-tiny on 2 ranks: no layouts\n\nrefused    layouts  because\nmodel.moe  22")
-    assert err == "next: fourfold spec show moe-tiny\n"
+    out, err = run(capsys, "tiny --world 2 --set model.mtp_layers=1")
+    assert out.startswith(
+        "tiny on 2 ranks: no layouts\n\nrefused           layouts  because\nmodel.mtp_layers  22"
+    )
+    assert err.startswith("next: fourfold spec show tiny")
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

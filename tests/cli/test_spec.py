@@ -76,8 +76,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert err.startswith("next: fourfold spec show tiny\n")
     entries = json.loads(run(capsys, "list", "--json")[0])["specs"]
     assert {entry["name"]: entry["use"] for entry in entries} == {
-        name: "plan" if name in ("mixtral-8x7b", "deepseek-v3", "moe-tiny") else "train"
-        for name in ready_names()
+        name: "plan" if name == "deepseek-v3" else "train" for name in ready_names()
     }
     assert [entry["parameters"] for entry in entries] == sorted(entry["parameters"] for entry in entries)
 

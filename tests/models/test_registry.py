@@ -44,14 +44,12 @@ def test_the_data_say_whether_documents_see_each_other(across: bool) -> None:
 def test_what_is_not_built_is_refused_all_at_once() -> None:
     model = {
         **DECODER,
-        "moe": {"experts": 4, "top_k": 2},
         "mla": {"kv_rank": 4, "nope_head_width": 4, "rope_head_width": 4, "value_head_width": 4},
         "mtp_layers": 1,
     }
     with pytest.raises(SpecError) as error:
         kit_for(spec(model))
     assert [problem.asked for problem in error.value.problems] == [
-        "model.moe",
         "model.mla",
         "model.mtp_layers",
     ]

@@ -14,6 +14,10 @@ from tests.parallel import memory_jobs
 from tests.parallel.one_device import CPU, DECODER, make_kit
 
 MLP = ('model={kind="mlp", inputs=5, hidden=7, layers=3}', 'data={kind="synthetic", samples=40}')
+MOE = (
+    "model.moe={experts=4, top_k=2, shared_experts=1, first_dense_layers=1, expert_width=12, balance='bias'}",
+    "model.biases=true",
+)
 BATCH = ("batch.global_batch=16",)
 TWO = [
     (),
@@ -28,6 +32,11 @@ TWO = [
     ("layout.zero=1", "precision.compute=bf16", "precision.parameters=compute"),
     ("layout.zero=2", "precision.compute=bf16", "precision.parameters=compute", "layout.wrap=3"),
     ("layout.zero=2", "precision.compute=fp64"),
+    (*MOE,),
+    (*MOE, "layout.zero=2"),
+    (*MOE, "layout.zero=3"),
+    (*MOE, "layout.zero=3", "layout.ep=2"),
+    (*MOE, "layout.tp=2", "layout.ep=2"),
     (*MLP,),
     (*MLP, "layout.zero=2"),
     (*MLP, "layout.zero=3", "layout.wrap=2"),
@@ -39,6 +48,13 @@ FOUR = [
     ("layout.zero=1", "layout.dp_shard=2", "layout.tp=2", "layout.sp=true"),
     ("layout.dp_replicate=2", "layout.tp=2"),
     ("layout.tp=4",),
+    (*MOE, "layout.zero=3", "layout.dp_shard=2", "layout.tp=2"),
+    (*MOE, "layout.zero=2", "layout.dp_shard=2", "layout.tp=2", "layout.ep=2"),
+    (*MOE, "layout.zero=1", "layout.dp_shard=2", "layout.dp_replicate=2", "layout.ep=2"),
+    (*MOE, "layout.cp=2", "layout.dp_replicate=2", "layout.ep=2"),
+    (*MOE, "layout.tp=4", "layout.ep=2"),
+    (*MOE, "model.moe.experts=6", "layout.zero=3", "layout.ep=2"),
+    (*MOE, "model.moe.experts=3", "layout.zero=2"),  # each expert is cut: there are fewer than ranks
 ]
 
 

@@ -12,6 +12,7 @@ from fourfold.spec.load import load_spec
 from fourfold.spec.settle import settle
 
 QUIET = "hardware.device=cuda"  # no note on how many cores this machine has
+MOE = "model.moe={experts=4, top_k=2}"
 TOKENS = ("data.kind=tokens", "data.path=x")
 
 
@@ -28,6 +29,17 @@ def notes(world: int, *sets: str) -> tuple[str, ...]:
             8,
             ["model.heads=8", "model.kv_heads=8", "model.vocabulary=260", "layout.tp=8"],
             "vocabulary 260 over tp 8: 7 × 33 and 1 × 29 rows",
+        ),
+        (
+            2,
+            [MOE, "model.moe.capacity_factor=0.75"],
+            "model.moe.capacity_factor = 0.75: at least 25% of all choices are dropped, however evenly tokens choose",
+        ),
+        (
+            2,
+            [MOE, "layout.tp=2", "layout.ep=2"],
+            "ep 2: traffic and memory of a rehearsal are those of experts chosen equally often; ranks whose experts "
+            "are chosen more often hold and receive more",
         ),
         (
             2,

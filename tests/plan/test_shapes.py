@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from fourfold.models.decoder import DecoderKit
 from fourfold.models.mlp import MlpKit
 from fourfold.models.protocol import BoxedKit, Heads, Rule, StagedKit, parameter_rules
+from fourfold.parallel.table import CUT_DIMS
 from fourfold.plan.parameters import count_parameters
 from fourfold.plan.shapes import Shape, parameter_shapes
 from fourfold.spec.model import DecoderSpec, ImportSpec, MlpSpec, ModelSpec
@@ -21,6 +22,9 @@ MODELS = [
     DECODER | {"tied": True, "biases": True},
     DECODER | {"norm": "layernorm", "positions": "learned", "max_sequence": 10, "ffn": "gelu"},
     DECODER | {"kv_heads": None, "head_width": 10, "ffn_width": 7},
+    DECODER
+    | {"moe": {"experts": 4, "top_k": 2, "shared_experts": 2, "first_dense_layers": 1, "expert_width": 5}},
+    DECODER | {"moe": {"experts": 3, "top_k": 1}, "biases": True, "ffn": "gelu"},
     {"kind": "mlp", "layers": 3},
     {"kind": "mlp", "layers": 2, "biases": False, "inputs": 5, "outputs": 4},
     {"kind": "mlp", "layers": 1},
@@ -31,7 +35,7 @@ def cut_of(rule: Rule, ndim: int) -> tuple[int | None, int | None]:
     """The dim that a rule cuts, and in how many parts it is never cut."""
     if isinstance(rule, Heads):
         return 0, rule.units
-    cut = {"column": 0, "vocabulary": 0, "row": 1, "replicate": None}[rule]
+    cut = CUT_DIMS[rule]
     return (None if cut is not None and cut >= ndim else cut), None
 
 
@@ -48,7 +52,7 @@ def test_shapes_are_those_of_the_built_model(asked):
         cut, parts = cut_of(rules[name], parameter.ndim)
         block = next((at for at, prefix in enumerate(blocks) if name.startswith(f"{prefix}.")), None)
         behind = any(name.startswith(f"{end}.") for end in after)
-        expected[name] = Shape(tuple(parameter.shape), block, cut, parts, behind)
+        expected[name] = Shape(tuple(parameter.shape), block, cut, parts, ".experts." in name, behind)
     found = parameter_shapes(spec)
     assert found is not None and dict(found) == expected
     assert list(found) == list(expected)
@@ -56,7 +60,7 @@ def test_shapes_are_those_of_the_built_model(asked):
 
 
 def test_what_is_not_known_is_none():
-    moe = {"experts": 4, "top_k": 2}
-    assert parameter_shapes(DecoderSpec.model_validate(DECODER | {"moe": moe})) is None
+    mla = {"kv_rank": 4, "nope_head_width": 4, "rope_head_width": 4, "value_head_width": 4}
+    assert parameter_shapes(DecoderSpec.model_validate(DECODER | {"mla": mla})) is None
     assert parameter_shapes(DecoderSpec.model_validate(DECODER | {"mtp_layers": 1})) is None
     assert parameter_shapes(ImportSpec(kind="import", target="a:b")) is None

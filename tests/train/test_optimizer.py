@@ -9,9 +9,10 @@ from fourfold.train.optimizer import Optimizer, decays
 
 
 def test_only_tensors_of_two_or_more_dims_decay():
-    assert decays(nn.Parameter(torch.zeros(2, 2)))
-    assert not decays(nn.Parameter(torch.zeros(2)))
-    assert not decays(nn.Parameter(torch.zeros(())))
+    assert decays("up.weight", nn.Parameter(torch.zeros(2, 2)))
+    assert not decays("norm.weight", nn.Parameter(torch.zeros(2)))
+    assert not decays("scale", nn.Parameter(torch.zeros(())))
+    assert not decays("experts.up_bias", nn.Parameter(torch.zeros(4, 2)))  # a stack of biases
 
 
 def test_every_trainable_parameter_is_in_exactly_one_group():

@@ -19,6 +19,7 @@ LAYOUTS = [
     pytest.param((*BATCH, "layout.zero=3", "layout.recompute=full"), id="zero3-recompute"),
     pytest.param((*BATCH, "layout.pp=2", "layout.zero=2", "batch.accumulation=4"), id="pp-zero2"),
 ]
+MOE = "model.moe={experts=4, top_k=2, shared_experts=1, balance='bias'}"
 MORE = [
     ("layout.unused_parameters=true", "layout.bucket_mib=0.01"),
     ("precision.compute=bf16", "precision.reduce=bf16", "layout.bucket_mib=0.01"),
@@ -45,6 +46,19 @@ MORE = [
     ("layout.recompute=selective", "layout.cp=2", 'layout.recompute_keep=["collective", "mm"]'),
     ("layout.recompute=full", "precision.compute=bf16", "precision.parameters=compute"),
     ("layout.recompute=selective", "precision.compute=bf16", "layout.zero=3"),
+    (MOE,),
+    (MOE, "layout.zero=3"),
+    (MOE, "layout.zero=3", "layout.ep=2", "layout.dp_shard=2", "layout.dp_replicate=2"),
+    (MOE, "layout.zero=2", "layout.ep=4", "layout.tp=2", "layout.sp=true"),
+    (MOE, "layout.cp=2", "layout.ep=2"),
+    (
+        MOE,
+        "layout.tp=2",
+        "layout.cp=2",
+        "layout.sp=true",
+        "model.moe.balance=loss",
+        "model.moe.capacity_factor=2.0",
+    ),
     (
         'model={kind="mlp", inputs=5, hidden=7, layers=3}',
         'data={kind="synthetic", samples=40}',
@@ -53,16 +67,25 @@ MORE = [
 ]
 
 
+def told(traffic, routed):
+    """How many tokens travel to experts depends on their values: a rehearsal takes equally many to each."""
+    if routed and traffic.kind == "all-to-all":
+        return traffic.model_copy(update={"bytes": 0, "sent_bytes": 0})
+    return traffic
+
+
 def compare(ranks, sets):
     """Rank 0 of four, real and rehearsed."""
     rehearsed = rehearse(rehearsal_jobs.asked(sets, 4))
     assert isinstance(rehearsed, Rehearsal)
     traffic, most = ranks(4).run(rehearsal_jobs.real, sets)[0]
-    assert rehearsed.traffic == traffic
+    routed = any("layout.ep" in setting for setting in sets)
+    assert [told(each, routed) for each in rehearsed.traffic] == [told(each, routed) for each in traffic]
     assert rehearsed.state == rank_bytes(rehearsal_jobs.asked(sets, 4), 0)
     in_memory = most - rehearsed.peak_state["on disk"]  # a mapped file is a tensor, too
     # What is under way between ranks is held a little longer in a real step, sometimes.
-    assert 0.94 * in_memory <= rehearsed.peak_bytes <= 1.01 * in_memory + BATCH_BYTES
+    slack = 0.1 if routed else 0.0  # tokens go where they choose to
+    assert (0.94 - slack) * in_memory <= rehearsed.peak_bytes <= (1.01 + slack) * in_memory + BATCH_BYTES
     assert (
         rehearsed.peak_bytes
         == sum(rehearsed.peak_state.values())

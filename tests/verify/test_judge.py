@@ -19,7 +19,7 @@ HALVES = (Box((0, 0), (2, 2)), Box((2, 0), (2, 2)))
 
 def rank(dp_rank, box, counts=True, loss=4.0, valid=2):
     step = StepGaps(loss, valid, 4, 1.0, {"w": 0.0})
-    return RankGaps((step,), {"w": 0.0}, {"w": box}, dp_rank, counts)
+    return RankGaps((step,), {"w": 0.0}, {"w": box}, dp_rank, counts, {})
 
 
 def judged(ranks):

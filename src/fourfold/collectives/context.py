@@ -23,12 +23,14 @@ class Context:
     length  T
     attend  (query [B, H, t, D], key and value [B, K, t, D], mask) -> [B, H, t, D]: attention to the tokens of the whole
             row, wherever they are
+    gather  of what the tokens here have, [B, t, ...], that of all tokens of the row, [B, T, ...], without a gradient
     inputs, valid: of whole rows, [B, T], as the batch had them
     """
 
     runs: tuple[tuple[int, int], ...]
     length: int
     attend: Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
+    gather: Callable[[Tensor], Tensor]
     inputs: Tensor
     valid: Tensor
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fourfold.models.draws import Draws
 from fourfold.models.initial import Linear
+from fourfold.models.routing import Rows
 
 _APART = 1e30  # taken off a score across documents: exp() of it is exactly 0 in every dtype, yet it is finite
 
@@ -25,11 +26,13 @@ class Shared:
     attend  (query [B, H, T, D], key and value [B, K, T, D]) -> [B, H, T, D]
     turns   rotary turns, complex [T, 1, D/2]; None = no rotary positions
     draws   of dropout; None = no dropout
+    rows    what experts need to know of whole rows; None = nothing
     """
 
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     turns: Tensor | None
     draws: Draws | None
+    rows: Rows | None = None
 
     def dropout(self, x: Tensor, p: float, name: str) -> Tensor:
         """Dropout on the output of the module called `name`, where this forward has any."""

@@ -16,13 +16,16 @@ from torch import Tensor, nn
 
 from fourfold.collectives.context import Context
 from fourfold.models.attention import Attention, Cached, Shared, attend, mask_between
+from fourfold.models.carried import noted
 from fourfold.models.draws import Draws
 from fourfold.models.initial import Embedding, Linear, fill
 from fourfold.models.loss import cross_entropy
+from fourfold.models.mixture import Routed
 from fourfold.models.protocol import BatchLike, Heads, Rule, Start
+from fourfold.models.routing import Rows
 from fourfold.plan.parameters import positions as position_parameters
-from fourfold.spec.model import DecoderSpec
-from fourfold.spec.widths import ffn_width, head_width
+from fourfold.spec.model import DecoderSpec, MoeSpec
+from fourfold.spec.widths import ffn_width, head_width, shared_width
 
 
 def _norm(spec: DecoderSpec) -> nn.Module:
@@ -35,10 +38,9 @@ def _norm(spec: DecoderSpec) -> nn.Module:
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer, arXiv 2002.05202) or GELU in GPT-2's tanh form (arXiv 1606.08415)."""
 
-    def __init__(self, name: str, spec: DecoderSpec) -> None:
+    def __init__(self, name: str, spec: DecoderSpec, hidden: int, dropout: float) -> None:
         super().__init__()
-        hidden = ffn_width(spec)
-        self.dropout = spec.dropout
+        self.dropout = dropout
         self.output_name = f"{name}.down"
         self.gate = Linear(spec.width, hidden, bias=spec.biases) if spec.ffn == "swiglu" else None
         self.up = Linear(spec.width, hidden, bias=spec.biases)
@@ -53,11 +55,31 @@ class FeedForward(nn.Module):
         return shared.dropout(self.down(hidden), self.dropout, self.output_name)
 
 
+class Mixture(nn.Module):
+    """Routed experts in place of a feed-forward, and shared ones, which every token goes to, as one feed-forward."""
+
+    def __init__(self, name: str, spec: DecoderSpec, moe: MoeSpec) -> None:
+        super().__init__()
+        self.dropout = spec.dropout
+        self.output_name = name
+        self.routed = Routed(spec, moe)
+        hidden = shared_width(spec)
+        self.shared = FeedForward(f"{name}.shared", spec, hidden, dropout=0.0) if hidden else None
+
+    def forward(self, x: Tensor, shared: Shared) -> Tensor:
+        """[B, T, width] -> [B, T, width]."""
+        y = self.routed(x, shared.rows)
+        if self.shared is not None:
+            y = y + self.shared(x, shared)
+        return shared.dropout(y, self.dropout, self.output_name)
+
+
 class Block(nn.Module):
     """Attention, then feed-forward, each normalised before and added to the stream."""
 
-    def __init__(self, name: str, spec: DecoderSpec) -> None:
+    def __init__(self, index: int, spec: DecoderSpec) -> None:
         super().__init__()
+        name = f"blocks.{index}"
         self.attention_norm = _norm(spec)
         self.attention = Attention(
             f"{name}.attention",
@@ -69,7 +91,11 @@ class Block(nn.Module):
             dropout=spec.dropout,
         )
         self.ffn_norm = _norm(spec)
-        self.ffn = FeedForward(f"{name}.ffn", spec)
+        self.ffn: nn.Module
+        if spec.moe is None or index < spec.moe.first_dense_layers:
+            self.ffn = FeedForward(f"{name}.ffn", spec, ffn_width(spec), spec.dropout)
+        else:
+            self.ffn = Mixture(f"{name}.ffn", spec, spec.moe)
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
         """[B, T, width] -> [B, T, width]."""
@@ -89,7 +115,7 @@ class Decoder(nn.Module):
         self.positions = (
             None if self.rotary else Embedding(position_parameters(spec) // spec.width, spec.width)
         )
-        self.blocks = nn.ModuleList(Block(f"blocks.{index}", spec) for index in range(spec.layers))
+        self.blocks = nn.ModuleList(Block(index, spec) for index in range(spec.layers))
         self.norm = _norm(spec)
         self.head = Linear(spec.width, spec.vocabulary, bias=False)
         if spec.tied:
@@ -102,6 +128,7 @@ class Decoder(nn.Module):
         draws: Draws | None = None,
         context: Context | None = None,
         stream: Tensor | None = None,
+        rows: Rows | None = None,
     ) -> Tensor:
         """int64 [B, T] -> logits [B, T, V], or the stream where the last blocks are not here.
 
@@ -109,6 +136,7 @@ class Decoder(nn.Module):
         draws      of dropout; None = none
         context    `tokens` are a part of each row, and so are the logits: [B, t, V]; `documents` are those of all
         stream     [B, T, width] of the blocks before these; None = these are the first
+        rows       what experts need to know of whole rows; None = every token is live, and nothing is balanced
         """
         x = self._entered(tokens, documents, context) if stream is None else stream
         turns = (
@@ -118,7 +146,9 @@ class Decoder(nn.Module):
         )
         if turns is not None and context is not None:
             turns = context.here(turns, 0)
-        shared = Shared(self._attend(documents, context, tokens.device, _compute_dtype(x)), turns, draws)
+        shared = Shared(
+            self._attend(documents, context, tokens.device, _compute_dtype(x)), turns, draws, rows
+        )
         if stream is None:
             x = shared.dropout(x, self.dropout, "embedding")
         for block in self.blocks:
@@ -168,25 +198,37 @@ class DecoderKit:
     def skeleton(self, dtype: torch.dtype) -> Decoder:
         """See `BoxedKit.skeleton`."""
         with torch.device("meta"):
-            return Decoder(self._spec).to(dtype)
+            module = Decoder(self._spec).to(dtype)
+        return with_corrections(module, dtype)
 
     def loss(self, module: nn.Module, batch: BatchLike) -> tuple[Tensor, Tensor]:
         """See `ModelKit.loss`; dropout only while `module.training`."""
-        return cross_entropy(self._forward(module, batch, None), batch.targets, batch.valid)
+        rows = self._rows(batch)
+        return self._lost(self._forward(module, batch, None, rows), batch, rows)
 
     def part(
         self, module: nn.Module, batch: BatchLike, stream: Tensor | None, last: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
         """See `StagedKit.part`."""
-        given = self._forward(module, batch, stream)
-        return cross_entropy(given, batch.targets, batch.valid) if last else given
+        rows = self._rows(batch)
+        given = self._forward(module, batch, stream, rows)
+        return self._lost(given, batch, rows) if last else given
 
-    def _forward(self, module: nn.Module, batch: BatchLike, stream: Tensor | None) -> Tensor:
+    def _rows(self, batch: BatchLike) -> Rows | None:
+        return None if self._spec.moe is None else Rows.of(batch)
+
+    def _forward(
+        self, module: nn.Module, batch: BatchLike, stream: Tensor | None, rows: Rows | None
+    ) -> Tensor:
         dropping = module.training and self._spec.dropout > 0
         draws = Draws(batch.seed, batch.step, batch.rows, batch.context) if dropping else None
         documents = None if self._attend_across else batch.documents
-        given: Tensor = module(batch.inputs, documents, draws, batch.context, stream)
+        given: Tensor = module(batch.inputs, documents, draws, batch.context, stream, rows)
         return given
+
+    def _lost(self, logits: Tensor, batch: BatchLike, rows: Rows | None) -> tuple[Tensor, Tensor]:
+        total, count = cross_entropy(logits, batch.targets, batch.valid)
+        return total if rows is None else noted(total, rows.weight), count
 
     def ends(self, module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:  # noqa: ARG002
         """See `StagedKit.ends`."""
@@ -200,6 +242,7 @@ class DecoderKit:
     def sharding(self) -> dict[str, Rule]:
         """See `ModelKit.sharding`."""
         spec, hidden = self._spec, ffn_width(self._spec)
+        dense = spec.layers if spec.moe is None else spec.moe.first_dense_layers
         table: dict[str, Rule] = {
             "embedding.weight": "vocabulary",
             "blocks.*.attention_norm.*": "replicate",
@@ -208,17 +251,19 @@ class DecoderKit:
             "blocks.*.attention.value.*": Heads(spec.kv_heads or spec.heads),
             "blocks.*.attention.output.weight": "row",
             "blocks.*.ffn_norm.*": "replicate",
-            "blocks.*.ffn.up.*": Heads(hidden),
-            "blocks.*.ffn.down.weight": "row",
             "norm.*": "replicate",
             "head.weight": "vocabulary",
         }
         if spec.positions == "learned":
             table["positions.weight"] = "replicate"
-        if spec.ffn == "swiglu":
-            table["blocks.*.ffn.gate.*"] = Heads(hidden)
         if spec.biases:
-            table |= {"blocks.*.attention.output.bias": "replicate", "blocks.*.ffn.down.bias": "replicate"}
+            table["blocks.*.attention.output.bias"] = "replicate"
+        if dense:
+            table |= _feed_forward("blocks.*.ffn", spec, hidden)
+        if spec.moe is not None:
+            table |= _experts("blocks.*.ffn.routed", spec)
+            if spec.moe.shared_experts:
+                table |= _feed_forward("blocks.*.ffn.shared", spec, shared_width(spec))
         return table
 
     def blocks(self, module: nn.Module) -> tuple[str, ...]:
@@ -232,9 +277,38 @@ class DecoderKit:
         if name.endswith("bias"):
             return Start(0.0, 0.0)
         # Two sums per layer enter the residual stream, so its variance grows with 2 × layers.
-        onto_stream = name.endswith(("output.weight", "down.weight"))
+        onto_stream = name.endswith(("output.weight", "down.weight", "experts.down"))
         share = 1 / math.sqrt(2 * self._spec.layers) if onto_stream else 1.0
         return Start(0.0, self._spec.init_std * share)
+
+
+def with_corrections(module: Decoder, dtype: torch.dtype) -> Decoder:
+    """`module`, made on the meta device, with values of its routers' corrections, for they are no parameters."""
+    for child in module.modules():
+        if isinstance(child, Routed) and child.correction is not None:
+            child.begin_anew(dtype)
+    return module
+
+
+def _feed_forward(at: str, spec: DecoderSpec, hidden: int) -> dict[str, Rule]:
+    """The sharding of a feed-forward."""
+    table: dict[str, Rule] = {f"{at}.up.*": Heads(hidden), f"{at}.down.weight": "row"}
+    if spec.ffn == "swiglu":
+        table[f"{at}.gate.*"] = Heads(hidden)
+    if spec.biases:
+        table[f"{at}.down.bias"] = "replicate"
+    return table
+
+
+def _experts(at: str, spec: DecoderSpec) -> dict[str, Rule]:
+    """The sharding of routed experts and of their router."""
+    table: dict[str, Rule] = {f"{at}.router": "replicate", f"{at}.experts.down": "expert row"}
+    names = ("gate", "up") if spec.ffn == "swiglu" else ("up",)
+    table |= {f"{at}.experts.{name}": "expert column" for name in names}
+    if spec.biases:
+        table |= {f"{at}.experts.{name}_bias": "expert column" for name in names}
+        table[f"{at}.experts.down_bias"] = "expert"
+    return table
 
 
 def _places(length: int, documents: Tensor | None, device: torch.device) -> Tensor:

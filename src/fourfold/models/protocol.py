@@ -26,7 +26,7 @@ class Heads(NamedTuple):
     units: int
 
 
-Rule = Literal["column", "row", "vocabulary", "replicate"] | Heads
+Rule = Literal["column", "row", "vocabulary", "replicate", "expert column", "expert row", "expert"] | Heads
 """How tensor parallel cuts a parameter.
 
 column      a Linear's weight or bias over its outputs (dim 0); they stay one tensor (a DTensor) to what follows
@@ -34,6 +34,13 @@ Heads(n)    the same in n whole units, which come out as this rank's own plain t
 row         a Linear's weight over its inputs (dim 1); its outputs are summed
 vocabulary  an embedding or output head over the vocabulary (dim 0)
 replicate   whole on every rank
+
+Of experts, in stacks [experts, ...] that `models.exchange` hands over: expert parallel gives each rank whole experts
+(dim 0); without it tensor parallel cuts each of them
+
+expert column  over its hidden features, the outputs of its weight [experts, outputs, inputs] (dim 1)
+expert row     over its hidden features, the inputs of its weight (dim 2)
+expert         not at all: a bias of an expert row
 """
 
 _WORDS = get_args(get_args(Rule)[0])

@@ -32,7 +32,6 @@ def kit_for(spec: Spec) -> ModelKit:
 
 def _not_built(model: DecoderSpec) -> list[Problem]:
     asked = {
-        "model.moe": (model.moe is not None, "remove [model.moe]"),
         "model.mla": (model.mla is not None, "remove [model.mla]"),
         "model.mtp_layers": (model.mtp_layers > 0, "--set model.mtp_layers=0"),
     }

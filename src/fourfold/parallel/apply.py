@@ -15,10 +15,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from fourfold.data.batch import Batch
 from fourfold.models.protocol import Heads, LossModule, Rule
+from fourfold.parallel.balance import Balance
 from fourfold.parallel.clip import GradientNorm
 from fourfold.parallel.context_parallel import ContextParallel
 from fourfold.parallel.data_parallel import Alone, Replicas, moved
 from fourfold.parallel.every_block import EveryBlock
+from fourfold.parallel.expert_parallel import expert_parallel
 from fourfold.parallel.mesh import sub_mesh
 from fourfold.parallel.offload import home
 from fourfold.parallel.pipeline import Around, Pair, Pipeline, Weigh
@@ -42,6 +44,7 @@ class Parallel:
     rank has of it. degree: over how many ranks the global batch is cut; dp_rank: which cut.
     counts: whether this rank speaks for its targets, where several compute the same ones. speaks: for its samples.
     joined: under tensor parallel each module that has parameters, by name, with its rule; else empty. trail: of those.
+    balance: of routers, moved once a step.
     """
 
     modules: tuple[LossModule, ...]
@@ -56,6 +59,7 @@ class Parallel:
     tied: Tied | None
     reductions: tuple[Alone | Replicas | Sharded, ...]
     norm: GradientNorm
+    balance: Balance
     joined: Mapping[str, Rule]
     trail: Trail | None
 
@@ -191,6 +195,7 @@ def parallelize(
     grid = Grid.of(layout)
     place = grid.coordinate(rank)
     network, kit = module.module, module.kit
+    balance = Balance(network)
 
     context = None
     if grid.cp > 1:
@@ -198,7 +203,10 @@ def parallelize(
     joined: Mapping[str, Rule] = {}
     trail: Trail | None = None
     if grid.tp > 1:
-        joined, trail = tensor_parallel(network, kit, sub_mesh(grid, device.type, "tp"), layout.sp)
+        mesh = sub_mesh(grid, device.type, "tp")
+        joined, trail = tensor_parallel(network, kit, mesh, layout.sp, whole_experts=grid.ep > 1)
+    if grid.ep > 1:
+        expert_parallel(network, sub_mesh(grid, device.type, "ep"))
     recompute(network, kit, layout, trail.forget if trail else lambda: None)
     stages = whole(module)
     if grid.pp > 1:
@@ -219,6 +227,7 @@ def parallelize(
         stages.tied,
         tuple(reductions),
         GradientNorm(grid, rank, stages.tied),
+        balance,
         joined,
         trail,
     )
@@ -246,6 +255,7 @@ def is_sharded(layout: LayoutSpec, device: torch.device) -> bool:
     return (
         (layout.zero > 0 and grid.degree("fsdp") > 1)
         or (grid.dp_replicate * grid.cp > 1 and grid.tp * grid.pp > 1)
+        or grid.ep > 1
         or home(layout, device) != device
     )
 
@@ -253,4 +263,4 @@ def is_sharded(layout: LayoutSpec, device: torch.device) -> bool:
 def is_cut(layout: LayoutSpec) -> bool:
     """Whether no rank will have every parameter whole, so that it can be built without values."""
     grid = Grid.of(layout)
-    return grid.tp * grid.pp > 1 or (layout.zero > 0 and grid.degree("fsdp") > 1)
+    return grid.tp * grid.pp * grid.ep > 1 or (layout.zero > 0 and grid.degree("fsdp") > 1)

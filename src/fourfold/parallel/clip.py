@@ -43,7 +43,8 @@ class GradientNorm:
 
     def __init__(self, grid: Grid, rank: int, tied: Shared | None = None) -> None:
         """tied: parameters that the first stage of a pipeline shares with the last, if either is here."""
-        self._place, self._staged, self._tied = grid.coordinate(rank), grid.pp > 1, tied
+        self._place = grid.coordinate(rank) | {"efsdp": grid.index(rank, "efsdp")}
+        self._staged, self._tied = grid.pp > 1, tied
 
     @torch.no_grad()
     def __call__(self, parameters: Sequence[Parameter], device: torch.device) -> Tensor:
@@ -79,6 +80,10 @@ class GradientNorm:
             names = gradient.device_mesh.mesh_dim_names or ()
             dims = [n for n, p in zip(names, gradient.placements, strict=True) if cut_dim(p) is not None]
             cutting |= {axis for dim in dims for axis in PRODUCTS.get(dim, (dim,))}
+        if "ep" in cutting:  # dp_shard, cp and tp together are efsdp and ep
+            return all(
+                self._place[axis] == 0 for axis in ("pp", "dp_replicate", "efsdp") if axis not in cutting
+            )
         return all(self._place[axis] == 0 for axis in AXES if axis not in cutting)
 
 

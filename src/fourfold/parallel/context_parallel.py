@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.distributed._functional_collectives as functional
@@ -50,8 +51,15 @@ class ContextParallel:
         runs = [runs_of(length, self._ring.ranks, rank) for rank in range(self._ring.ranks)]
         places = [torch.cat([torch.arange(*run) for run in of_rank]) for of_rank in runs]
         attend = _Attend(self._method, places)
-        own = batch.part(Context(runs[mine], length, attend, batch.inputs, batch.valid))
+        gather = partial(self._gathered, places)
+        own = batch.part(Context(runs[mine], length, attend, gather, batch.inputs, batch.valid))
         return own if mine == 0 else replace(own, processed=0, nonpadding=0)
+
+    @torch.no_grad()
+    def _gathered(self, places: Places, here: Tensor) -> Tensor:
+        """See `Context.gather`. Collectives: one all-gather over "cp"."""
+        by_rank = functional.all_gather_single(here.contiguous(), 1, self._ring.group)
+        return torch.empty_like(by_rank).index_copy_(1, torch.cat([*places]).to(here.device), by_rank)
 
     def check(self) -> None:
         """After a forward: tokens have met those of other ranks, or SpecError: the model does not look at them."""

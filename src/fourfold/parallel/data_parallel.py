@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from fourfold.models.protocol import LossModule
+from fourfold.parallel.balance import correction_names
 from fourfold.parallel.narrow import narrow_all_reduce
 from fourfold.parallel.sharded import replaced
 from fourfold.parallel.took_part import unused
@@ -66,6 +67,8 @@ class Replicas:
         if layout.unused_parameters:
             # It was asked for because some steps leave parameters out; torch warns at the first that does not.
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+        # What moves alike on all ranks is not rank 0's to broadcast. torch has no public name for it.
+        module._ddp_params_and_buffers_to_ignore = correction_names(module)  # type: ignore[assignment]
         self._wrapped = DistributedDataParallel(
             module,
             device_ids=[device.index] if device.type == "cuda" else None,

@@ -15,6 +15,7 @@ from fourfold.collectives.rehearsed import with_values
 from fourfold.spec.grid import Grid
 
 DIMS = ("pp", "dp_replicate", "fsdp", "tp")
+EXPERT_DIMS = ("epp", "edp_replicate", "efsdp", "ep")
 
 
 @lru_cache(
@@ -47,6 +48,23 @@ def _copies_mesh(grid: Grid, device_type: str) -> DeviceMesh:
     return mesh
 
 
+@lru_cache(maxsize=8)
+def _experts_mesh(grid: Grid, device_type: str) -> DeviceMesh:
+    """All ranks, cut otherwise: by which experts they hold, and how often these are held. Collectives: as above."""
+    degrees = (grid.pp, grid.dp_replicate, grid.degree("efsdp"), grid.ep)
+    mesh = init_device_mesh(device_type, degrees, mesh_dim_names=EXPERT_DIMS)
+    _settle(mesh)
+    return mesh
+
+
+@lru_cache(maxsize=8)
+def _expert_copies_mesh(grid: Grid, device_type: str) -> DeviceMesh:
+    """All ranks that hold the same experts, as one dim. Collectives: as above."""
+    mesh = _experts_mesh(grid, device_type)["edp_replicate", "efsdp"]._flatten("edp")
+    _settle(mesh)
+    return mesh
+
+
 def _settle(mesh: DeviceMesh) -> None:
     """Have the groups of `mesh` wait as long as the default group does; torch would give them 10 or 30 minutes."""
     for group in mesh.get_all_groups():
@@ -64,12 +82,21 @@ def _wait_as_the_world(group: dist.ProcessGroup, device_type: str) -> None:
 
 
 def sub_mesh(grid: Grid, device_type: str, *axes: str) -> DeviceMesh:
-    """The part of the mesh along `axes` that this rank is in: of `DIMS`, or "cp", or "copies" (dp_replicate × cp)."""
+    """The part of the mesh along `axes` that this rank is in.
+
+    Of `DIMS`, or "cp", or "copies" (dp_replicate × cp); or of `EXPERT_DIMS`, or "edp" (edp_replicate × efsdp).
+    """
     with with_values():
         if axes == ("cp",):
             return _context_mesh(grid, device_type)["cp"]
         if axes == ("copies",) and grid.dp_replicate > 1 and grid.cp > 1:
             return _copies_mesh(grid, device_type)
+        if axes == ("edp",) and grid.dp_replicate > 1 and grid.degree("efsdp") > 1:
+            return _expert_copies_mesh(grid, device_type)
+        if axes == ("edp",):
+            axes = ("efsdp",) if grid.dp_replicate == 1 else ("edp_replicate",)
+        if axes[0] in EXPERT_DIMS:
+            return _experts_mesh(grid, device_type)[axes]
         if axes == ("copies",):
             axes = ("fsdp",) if grid.cp > 1 else ("dp_replicate",)
         return mesh_of(grid, device_type)[axes]

@@ -9,13 +9,15 @@ By torch's FSDP2 (`fully_shard`), in units of `layout.wrap` blocks each; what is
 
 Collectives on "fsdp", which is dp_shard × cp (and an all-reduce of the shards on "dp_replicate", once a step): those
 all-gathers and reductions, started ahead so that they overlap with computation; in each step one more, small, where
-`layout.unused_parameters` is set. Gradients are summed, not averaged.
+`layout.unused_parameters` is set. Under expert parallel experts are units of their own, on "efsdp" and "edp_replicate"
+in place of these. Gradients are summed, not averaged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,11 +26,16 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor, Shard
 
+from fourfold.models.boxes import cut_dim
+from fourfold.models.exchange import Stacks
+from fourfold.parallel.clip import local
 from fourfold.parallel.mesh import stage_group, sub_mesh
 from fourfold.parallel.narrow import NarrowReduceScatter, policy
 from fourfold.parallel.offload import offload_policy
 from fourfold.parallel.took_part import TookPart
+from fourfold.spec.boxes import stack_dim
 from fourfold.spec.errors import CheckFailed, Problem, SpecError
 from fourfold.spec.grid import Grid
 from fourfold.spec.rules_memory import beyond_units
@@ -67,6 +74,12 @@ class Sharded:
         self._names = {child: name.removeprefix("module.") for name, child in module.named_modules()}
         self._offload = offload_policy(layout, device)
         self._precision = policy(precision)
+        self._stacks = {
+            id(parameter)
+            for stack in module.modules()
+            if isinstance(stack, Stacks)
+            for parameter in stack.parameters()
+        }
         self._replicas = grid.dp_replicate > 1
         self._splits = layout.pp > 1 and SCHEDULES[layout.pp_schedule].splits
         self._asked: _Asked | None = None
@@ -75,6 +88,9 @@ class Sharded:
         beyond = beyond_units(layout, len(units))
         if beyond is not None:
             raise SpecError(beyond)
+        if grid.ep > 1:
+            for stack in [child for child in module.modules() if isinstance(child, Stacks)]:
+                self._wrap(stack, grid, device, "edp", ("edp_replicate", "efsdp"))
         for unit in units:
             self._wrap(unit if len(unit) > 1 else unit[0], grid, device)
         self._wrap(module, grid, device)
@@ -91,20 +107,38 @@ class Sharded:
         if layout.prefetch:
             _gather_ahead([module, *(unit[0] for unit in units)], layout.prefetch)
 
-    def _wrap(self, unit: nn.Module | list[nn.Module], grid: Grid, device: torch.device) -> None:
+    def _wrap(
+        self,
+        unit: nn.Module | list[nn.Module],
+        grid: Grid,
+        device: torch.device,
+        copies: str = "copies",
+        both: tuple[str, str] = ("dp_replicate", "fsdp"),
+    ) -> None:
+        """copies: ranks that hold the same where nothing is sharded; both: replicas, and ranks to shard over."""
         if self._stage == 0:
-            mesh = sub_mesh(grid, device.type, "copies")
+            mesh = sub_mesh(grid, device.type, copies)
             replicate(unit, mesh=mesh, mp_policy=self._precision)
             return
-        axes = ("dp_replicate", "fsdp") if grid.dp_replicate > 1 else ("fsdp",)
+        axes = both if grid.dp_replicate > 1 else both[1:]
         fully_shard(
             unit,
             mesh=sub_mesh(grid, device.type, *axes),
+            shard_placement_fn=partial(self._placement, grid.degree(both[1])),
             # torch's default keeps the root gathered, for backward begins with it, and drops every other unit
             reshard_after_forward=None if self._stage == 3 else False,
             offload_policy=self._offload,
             mp_policy=self._precision,
         )
+
+    def _placement(self, shards: int, parameter: nn.Parameter) -> Shard | None:
+        """Over which dim a parameter is cut; None: over its rows."""
+        if id(parameter) not in self._stacks:
+            return None
+        cut = None
+        if isinstance(parameter, DTensor):
+            cut = next((dim for place in parameter.placements if (dim := cut_dim(place)) is not None), None)
+        return Shard(stack_dim(local(parameter).shape, cut, shards))
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -10,6 +12,17 @@ from fourfold.spec.boxes import shard_range
 from fourfold.spec.degrees import nearest_divisors
 from fourfold.spec.errors import Problem, SpecError
 from fourfold.spec.rules_model import either
+
+CUT_DIMS: Mapping[str, int | None] = {
+    "column": 0,
+    "row": 1,
+    "vocabulary": 0,
+    "replicate": None,
+    "expert column": 1,
+    "expert row": 2,
+    "expert": None,
+}
+"""The dim that tensor parallel cuts by each rule but Heads; of experts, where it cuts these."""
 
 
 def check_table(network: nn.Module, rules: dict[str, Rule], ranks: int) -> None:
@@ -32,12 +45,16 @@ def check_table(network: nn.Module, rules: dict[str, Rule], ranks: int) -> None:
         if rule == "row" and len(shape) < 2:
             faults.append((name, _no_row(name, shape)))
             continue
-        length = shape[1] if rule == "row" else shape[0] if shape else 1
+        dim = 0 if isinstance(rule, Heads) else CUT_DIMS[rule]
+        if dim is not None and dim >= len(shape):
+            faults.append((name, _no_stack(name, shape, rule)))
+            continue
+        length = 1 if dim is None else shape[dim]
         units = rule.units if isinstance(rule, Heads) else length
         divides = units % ranks == 0 or (isinstance(rule, Heads) and ranks % units == 0)
         if rule == "vocabulary" and not shard_range(length, ranks, ranks - 1)[1]:
             faults.append((name, _no_rows(name, length, ranks)))
-        if rule in ("replicate", "vocabulary") or (divides and length % units == 0):
+        if rule in ("replicate", "vocabulary", "expert") or (divides and length % units == 0):
             continue
         faults.append((name, _no_parts(name, shape, units, length, ranks)))
     problems += by_pattern(faults)
@@ -70,6 +87,15 @@ def _no_row(name: str, shape: torch.Size) -> Problem:
         asked=f'sharding rule "row" for {name}',
         found=f"a tensor of shape {tuple(shape)}",
         why="a row is cut over the inputs, dim 1: what has none is added once, whole, to the summed outputs",
+        instead=typed({pattern_of(name): "replicate"}),
+    )
+
+
+def _no_stack(name: str, shape: torch.Size, rule: Rule) -> Problem:
+    return Problem(
+        asked=f"sharding rule {word(rule)} for {name}",
+        found=f"a tensor of shape {tuple(shape)}",
+        why="experts are cut in stacks: [experts, outputs, inputs], and biases of a column [experts, outputs]",
         instead=typed({pattern_of(name): "replicate"}),
     )
 

@@ -18,7 +18,6 @@ whole on every rank and takes a plain tensor.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,70 +31,37 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fourfold.collectives.rehearsed import has_values
 from fourfold.models.boxes import box_in, box_of
+from fourfold.models.exchange import Meeting, Stacks
 from fourfold.models.protocol import Heads, ModelKit, Rule, parameter_rules, pattern_of, typed, word
-from fourfold.parallel.table import check_table
+from fourfold.parallel.stream import Cut
+from fourfold.parallel.stream_experts import CutExperts, CutTokens
+from fourfold.parallel.table import CUT_DIMS, check_table
 from fourfold.parallel.trail import Joined, Trail
 from fourfold.spec.errors import Problem, SpecError
 
 
-@dataclass(slots=True)
-class _Cut:
-    """How modules are joined: over which ranks, and what the stream between them is.
-
-    last: what was made whole last, as it was then, and what became of it. Several modules take the same (query, key
-    and value): one gathering serves them in forward, and one sum of their gradients in backward.
-    """
-
-    mesh: DeviceMesh
-    sequence: bool
-    last: tuple[Tensor, tuple[int, bool], DTensor] | None = None
-    trail: Trail = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.trail = Trail(self.ranks, self.sequence, self.forget)
-
-    @property
-    def ranks(self) -> int:
-        return self.mesh.size()
-
-    def stream(self, x: DTensor) -> DTensor:
-        """`x` [..., T, F] as the stream has it: T cut between the ranks, or all of it on each."""
-        placement: Placement = Shard(x.ndim - 2) if self.sequence and x.ndim > 1 else Replicate()
-        return x.redistribute(self.mesh, [placement])
-
-    def whole(self, x: Tensor) -> DTensor:
-        """`x`, all of it on each rank; a plain tensor is the same on all of them."""
-        state = (x._version, torch.is_grad_enabled())
-        if self.last is not None and self.last[0] is x and self.last[1] == state:
-            return self.last[2]
-        if isinstance(x, DTensor):
-            made = x.redistribute(self.mesh, [Replicate()])
-        else:
-            made = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
-        self.last = (x, state, made)
-        return made
-
-    def forget(self) -> None:
-        """Hold nothing of a forward that has ended."""
-        self.last = None
-
-
 def tensor_parallel(
-    network: nn.Module, kit: ModelKit, mesh: DeviceMesh, sequence: bool
+    network: nn.Module, kit: ModelKit, mesh: DeviceMesh, sequence: bool, whole_experts: bool = False
 ) -> tuple[dict[str, Rule], Trail]:
     """Cut `network` in place over the ranks of `mesh` ("tp"); ties stay ties, and values are kept.
 
-    network: whole on this rank, or on the meta device. Returns each module that has parameters, by name, with the
+    network: whole on this rank, or on the meta device. whole_experts: stacks of experts are left as they are, for
+    expert parallel. Returns each module that has parameters, by name, with the
     rule that it was joined by, and the trail of those that run. Collectives: none here.
     Raises SpecError for a model without a rule for each parameter, or with a dim that cannot be cut.
     """
     rules = parameter_rules(kit, network)
-    cut = _Cut(mesh, sequence)
+    cut = Cut(mesh, sequence)
     joined: dict[str, Rule] = {}
-    check_table(network, rules, cut.ranks)
+    stacks = {prefix: module for prefix, module in network.named_modules() if isinstance(module, Stacks)}
+    left = [f"{at}.{key}" for at, stack in stacks.items() for key, _ in stack.named_parameters()]
+    left = left if whole_experts else []
+    check_table(network, {name: rule for name, rule in rules.items() if name not in left}, cut.ranks)
     made: dict[int, nn.Parameter] = {}
     first: dict[int, str] = {id(p): name for name, p in network.named_parameters()}
     for prefix, module in network.named_modules():
+        if prefix in stacks and whole_experts:
+            continue
         found: list[Rule] = []
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             rule = rules[first[id(parameter)]]
@@ -105,7 +71,10 @@ def tensor_parallel(
             found.append(rule)
         if found:
             joined[prefix] = next((r for r in found if r != "replicate"), "replicate")
-            _join(module, Joined.of(prefix, joined[prefix], module), cut)
+            if isinstance(module, Meeting):
+                module.here = CutTokens(cut) if whole_experts else CutExperts(cut)
+            elif prefix not in stacks:
+                _join(module, Joined.of(prefix, joined[prefix], module), cut)
     network.register_forward_hook(_whole_output(cut))
     return joined, cut.trail
 
@@ -136,10 +105,11 @@ def sum_partial(network: nn.Module) -> None:
         parameter.grad = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
 
 
-def _placement(rule: Rule, cut: _Cut) -> Placement:
+def _placement(rule: Rule, cut: Cut) -> Placement:
     if isinstance(rule, Heads):
         return Shard(0) if rule.units % cut.ranks == 0 else Replicate()
-    return {"column": Shard(0), "vocabulary": Shard(0), "row": Shard(1), "replicate": Replicate()}[rule]
+    dim = CUT_DIMS[rule]
+    return Replicate() if dim is None else Shard(dim)
 
 
 def _distributed(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
@@ -152,7 +122,7 @@ def _distributed(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh
     return nn.Parameter(held, requires_grad=parameter.requires_grad)
 
 
-def _join(module: nn.Module, joined: Joined, cut: _Cut) -> None:
+def _join(module: nn.Module, joined: Joined, cut: Cut) -> None:
     """Hooks (or, for an embedding, a forward of our own) by the rule of the module's weight."""
     rule = joined.rule
 
@@ -179,13 +149,13 @@ def _join(module: nn.Module, joined: Joined, cut: _Cut) -> None:
         hook(_lifted(joined, cut), lambda y: y)
 
 
-def _cut_last(x: Tensor, cut: _Cut) -> DTensor:
+def _cut_last(x: Tensor, cut: Cut) -> DTensor:
     if isinstance(x, DTensor):
         return x.redistribute(cut.mesh, [Shard(x.ndim - 1)])
     return DTensor.from_local(x, cut.mesh, [Shard(x.ndim - 1)], run_check=False)
 
 
-def _own_units(joined: Joined, rule: Heads, cut: _Cut) -> Callable[[DTensor], Tensor]:
+def _own_units(joined: Joined, rule: Heads, cut: Cut) -> Callable[[DTensor], Tensor]:
     """From the projection's output to this rank's whole units of it.
 
     With fewer units than ranks each rank has computed all of them (the weight is whole on it) and takes the one that
@@ -210,7 +180,7 @@ def _own_units(joined: Joined, rule: Heads, cut: _Cut) -> Callable[[DTensor], Te
     return take
 
 
-def _look_up(module: nn.Embedding, cut: _Cut, tokens: Tensor) -> DTensor:
+def _look_up(module: nn.Embedding, cut: Cut, tokens: Tensor) -> DTensor:
     """Rows of a table cut over the vocabulary: each rank has those of its own tokens, and zeros; they are summed."""
     weight = module.weight
     assert isinstance(weight, DTensor), "tensor_parallel made it one"
@@ -225,7 +195,7 @@ def _look_up(module: nn.Embedding, cut: _Cut, tokens: Tensor) -> DTensor:
     return cut.stream(DTensor.from_local(found, cut.mesh, [Partial()], run_check=False))
 
 
-def _lifted(joined: Joined, cut: _Cut) -> Callable[[Any], Any]:
+def _lifted(joined: Joined, cut: Cut) -> Callable[[Any], Any]:
     """For a module that is whole on every rank: a plain tensor that it is given must be the same on all of them."""
     seen = False
 
@@ -242,7 +212,7 @@ def _lifted(joined: Joined, cut: _Cut) -> Callable[[Any], Any]:
     return lift
 
 
-def _same(x: Tensor, cut: _Cut) -> bool:
+def _same(x: Tensor, cut: Cut) -> bool:
     """Whether a plain tensor is the same on all ranks. Collectives: one all-reduce of two numbers over "tp"."""
     mark = x.detach().double().sum().to(x.device)
     both = torch.stack([mark, -mark]).nan_to_num(nan=0.0)
@@ -271,7 +241,7 @@ def _no_units(joined: Joined, rule: Heads) -> Problem:
     )
 
 
-def _whole_output(cut: _Cut) -> Callable[[nn.Module, Any, Any], Any]:
+def _whole_output(cut: Cut) -> Callable[[nn.Module, Any, Any], Any]:
     """The network's output: plain, or, cut over its last dim (logits over the vocabulary), left to the loss.
 
     What it gives as a plain tensor itself must be the same on all ranks: it is looked at in the first forward.

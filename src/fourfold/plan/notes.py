@@ -8,6 +8,7 @@ from fourfold.plan.pipeline_schedules import bubble_by_formula
 from fourfold.record.environment import cores
 from fourfold.spec.boxes import shard_range
 from fourfold.spec.model import DecoderSpec, ImportSpec, MlpSpec
+from fourfold.spec.rules_model import moe_of
 from fourfold.spec.schedules import stages_each
 from fourfold.spec.spec import Spec
 from fourfold.spec.words import counted
@@ -23,6 +24,7 @@ def notes_on(spec: Spec, nproc: int) -> tuple[str, ...]:
         *_nothing_to_recompute(spec),
         *_uneven(spec),
         *unknown_cut(spec),
+        *_routed(spec),
         *_crowded(spec, nproc),
     )
 
@@ -101,6 +103,23 @@ def unknown_cut(spec: Spec) -> Iterator[str]:
 def cut_unproved(spec: Spec) -> str:
     """What is still not known of it once it is built."""
     return f"tp {spec.layout.tp} cuts this model; whether it cuts it right, only fourfold verify equal shows"
+
+
+def _routed(spec: Spec) -> Iterator[str]:
+    """What is only known once tokens choose their experts; and what a small capacity drops in any case."""
+    moe = moe_of(spec)
+    if moe is None:
+        return
+    if spec.layout.ep > 1:
+        yield (
+            f"ep {spec.layout.ep}: traffic and memory of a rehearsal are those of experts chosen equally often; ranks "
+            "whose experts are chosen more often hold and receive more"
+        )
+    if moe.capacity_factor is not None and moe.capacity_factor < 1:
+        yield (
+            f"model.moe.capacity_factor = {moe.capacity_factor:g}: at least {1 - moe.capacity_factor:.0%} of all "
+            "choices are dropped, however evenly tokens choose"
+        )
 
 
 def _crowded(spec: Spec, nproc: int) -> Iterator[str]:

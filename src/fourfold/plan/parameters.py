@@ -9,7 +9,7 @@ LayerNorm with weight and bias; a Linear has a bias only where said):
   attention     separate q, k and v projections and an output projection, all with biases if `biases`.
   feed-forward  swiglu: gate, up, down; gelu: up, down; all with biases if `biases`.
   moe           in place of the feed-forward after `first_dense_layers` blocks: a router h → experts without
-                bias; for a sigmoid router one correction per expert, moved by load and not by a gradient;
+                bias; with balance = "bias" one correction per expert, moved by load and not by a gradient;
                 routed experts, each a feed-forward of expert_width; shared experts, one feed-forward of their
                 joint width.
   mla           latent attention: q through q_rank and a norm (or directly), k and v through kv_rank and a
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from fourfold.spec.errors import Problem, SpecError
 from fourfold.spec.model import DecoderSpec, ImportSpec, MlaSpec, MlpSpec, ModelSpec, MoeSpec
-from fourfold.spec.widths import ffn_width, head_width
+from fourfold.spec.widths import expert_width, ffn_width, head_width, shared_width
 
 CORRECTION = "router correction"  # the one term no gradient moves
 
@@ -123,20 +123,18 @@ def router(model: DecoderSpec, moe: MoeSpec) -> int:
 
 
 def router_correction(moe: MoeSpec) -> int:
-    """One value per routed expert for a sigmoid router. Source: arXiv 2412.19437, equation 16."""
-    return moe.experts if moe.router == "sigmoid" else 0
+    """One value per routed expert where they balance it. Source: arXiv 2412.19437, equation 16."""
+    return moe.experts if moe.balance == "bias" else 0
 
 
 def routed_experts(model: DecoderSpec, moe: MoeSpec) -> int:
     """All routed experts of one mixture layer."""
-    return moe.experts * feed_forward(model, moe.expert_width or ffn_width(model))
+    return moe.experts * feed_forward(model, expert_width(model))
 
 
 def shared_experts(model: DecoderSpec, moe: MoeSpec) -> int:
     """The shared experts of one mixture layer, as one feed-forward of their joint width."""
-    if not moe.shared_experts:
-        return 0
-    return feed_forward(model, moe.shared_experts * (moe.expert_width or ffn_width(model)))
+    return feed_forward(model, shared_width(model)) if moe.shared_experts else 0
 
 
 def head(model: DecoderSpec) -> int:

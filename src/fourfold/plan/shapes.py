@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from fourfold.plan.parameters import positions
 from fourfold.spec.model import DecoderSpec, MlpSpec, ModelSpec
-from fourfold.spec.widths import ffn_width, head_width
+from fourfold.spec.widths import expert_width, ffn_width, head_width, shared_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +19,14 @@ class Shape:
     """One parameter. block: the index of the block it is in; None outside of the blocks; after: behind all of them.
 
     cut: the dim that tensor parallel cuts; None: whole on every rank. parts: equal parts along it that are never cut;
-    with fewer parts than ranks it is whole on every rank.
+    with fewer parts than ranks it is whole on every rank. stack: dim 0 is that of routed experts.
     """
 
     size: tuple[int, ...]
     block: int | None = None
     cut: int | None = None
     parts: int | None = None
+    stack: bool = False
     after: bool = False
 
 
@@ -33,7 +34,7 @@ def parameter_shapes(model: ModelSpec) -> Mapping[str, Shape] | None:
     """Every parameter by name, tied ones once; None for a model of which only the count is known, or not even that."""
     if isinstance(model, MlpSpec):
         return dict(_mlp(model))
-    if isinstance(model, DecoderSpec) and model.moe is None and model.mla is None and not model.mtp_layers:
+    if isinstance(model, DecoderSpec) and model.mla is None and not model.mtp_layers:
         return dict(_decoder(model))
     return None
 
@@ -55,7 +56,7 @@ def _norm(name: str, width: int, kind: str, block: int | None) -> Iterator[tuple
 
 
 def _decoder(model: DecoderSpec) -> Iterator[tuple[str, Shape]]:
-    width, hidden, biases = model.width, ffn_width(model), model.biases
+    width, biases = model.width, model.biases
     heads, kv = model.heads, model.kv_heads or model.heads
     features = head_width(model)
     yield "embedding.weight", Shape((model.vocabulary, width), None, 0)
@@ -73,12 +74,34 @@ def _decoder(model: DecoderSpec) -> Iterator[tuple[str, Shape]]:
             )
         yield from _linear(f"{at}.attention.output", heads * features, width, biases, index, "row")
         yield from _norm(f"{at}.ffn_norm", width, model.norm, index)
-        for name in ("gate", "up") if model.ffn == "swiglu" else ("up",):
-            yield from _linear(f"{at}.ffn.{name}", width, hidden, biases, index, "column", parts=hidden)
-        yield from _linear(f"{at}.ffn.down", hidden, width, biases, index, "row")
+        if model.moe is None or index < model.moe.first_dense_layers:
+            yield from _feed_forward(f"{at}.ffn", model, ffn_width(model), index)
+            continue
+        yield f"{at}.ffn.routed.router", Shape((model.moe.experts, width), index)
+        yield from _experts(f"{at}.ffn.routed.experts", model, model.moe.experts, index)
+        if model.moe.shared_experts:
+            yield from _feed_forward(f"{at}.ffn.shared", model, shared_width(model), index)
     yield from ((name, replace(shape, after=True)) for name, shape in _norm("norm", width, model.norm, None))
     if not model.tied:
         yield "head.weight", Shape((model.vocabulary, width), None, 0, after=True)
+
+
+def _feed_forward(at: str, model: DecoderSpec, hidden: int, block: int) -> Iterator[tuple[str, Shape]]:
+    for name in ("gate", "up") if model.ffn == "swiglu" else ("up",):
+        yield from _linear(f"{at}.{name}", model.width, hidden, model.biases, block, "column", parts=hidden)
+    yield from _linear(f"{at}.down", hidden, model.width, model.biases, block, "row")
+
+
+def _experts(at: str, model: DecoderSpec, experts: int, block: int) -> Iterator[tuple[str, Shape]]:
+    """Stacks of routed experts; tensor parallel cuts their hidden features, if no rank has whole experts."""
+    width, hidden = model.width, expert_width(model)
+    for name in ("gate", "up") if model.ffn == "swiglu" else ("up",):
+        yield f"{at}.{name}", Shape((experts, hidden, width), block, 1, stack=True)
+        if model.biases:
+            yield f"{at}.{name}_bias", Shape((experts, hidden), block, 1, stack=True)
+    yield f"{at}.down", Shape((experts, width, hidden), block, 2, stack=True)
+    if model.biases:
+        yield f"{at}.down_bias", Shape((experts, width), block, stack=True)
 
 
 def _mlp(model: MlpSpec) -> Iterator[tuple[str, Shape]]:

@@ -26,9 +26,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from fourfold.plan.parameters import CORRECTION, parameter_terms
 from fourfold.plan.shapes import Shape, parameter_shapes
 from fourfold.plan.stages import TIED, held_by
-from fourfold.spec.boxes import shard_range
+from fourfold.spec.boxes import shard_range, stack_dim
 from fourfold.spec.grid import Grid
 from fourfold.spec.model import DecoderSpec, MlpSpec
 from fourfold.spec.schedules import stages_in_all, stages_of
@@ -47,12 +48,16 @@ ALIGNED_BYTES = 64  # where a slot of a mapped file may begin
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One parameter on one rank, in elements. whole: after the cut of tensor parallel; padded: of every shard."""
+    """One parameter on one rank, in elements.
+
+    whole: after the cut of tensor or expert parallel; padded: of every shard; shards: over how many ranks it is cut.
+    """
 
     block: int | None
     whole: int
     own: int
     padded: int
+    shards: int
 
 
 def rank_bytes(spec: Spec, rank: int) -> Mapping[Instant, Mapping[Category, int]] | None:
@@ -62,7 +67,7 @@ def rank_bytes(spec: Spec, rank: int) -> Mapping[Instant, Mapping[Category, int]
     most of its stage: first shards are the largest.
     """
     parts, layout = parts_of(spec, rank), spec.layout
-    if parts is None or layout.ep > 1:
+    if parts is None:
         return None
     each = element_bytes(spec.precision)
     engine = engine_of(spec)
@@ -70,20 +75,22 @@ def rank_bytes(spec: Spec, rank: int) -> Mapping[Instant, Mapping[Category, int]
     padded = each * sum(part.padded for part in parts)
     twins = sum((part.padded if engine == "zero" else part.whole) for part in twins_of(spec, rank))
     held = {"parameters": (padded if engine == "zero" else whole) + each * twins}
+    corrections = each * _corrections(spec)
+    held["other"] = corrections
     if layout.offload == "disk":
         held["on disk"] = max(_in_file(parts, each), ALIGNED_BYTES)
     if engine == "ddp":
         held["buffers"] = whole
-    updated = {"other": STEP_BYTES * len(parts)}
+    updated = {"other": corrections + STEP_BYTES * len(parts)}
     if layout.offload != "disk":
         updated["moments"] = MOMENTS * each * sum(part.own for part in parts)
     instants = {"after init": held, "between microbatches": held | updated, "after the step": held | updated}
     between = instants["between microbatches"]
     if layout.zero in (1, 2) and engine == "zero":
-        between["gathered"] = gathered_bytes(spec.precision) * _gathered(parts, spec)
+        between["gathered"] = gathered_bytes(spec.precision) * _gathered(parts)
     between["gradients"] = padded if layout.zero >= 2 and engine == "zero" else whole
     if layout.zero >= 2 and engine == "zero":
-        between["buffers"] = each * _gathered(_last_reduced(parts, spec), spec)
+        between["buffers"] = each * _gathered(_last_reduced(parts, spec))
     if spec.batch.accumulation == 1 or layout.pp > 1:
         del instants["between microbatches"]
     return {
@@ -99,6 +106,8 @@ def engine_of(spec: Spec) -> Literal["alone", "ddp", "replicate", "zero"]:
     grid = Grid.of(layout)
     if layout.zero and grid.degree("fsdp") > 1:
         return "zero"
+    if grid.ep > 1:
+        return "replicate"
     if grid.dp_replicate * grid.cp == 1:
         return "alone"
     return "replicate" if layout.tp * layout.pp > 1 else "ddp"
@@ -110,7 +119,7 @@ def parts_of(spec: Spec, rank: int) -> list[Part] | None:
     if shapes is None:
         return None
     grid = Grid.of(spec.layout)
-    shards = grid.degree("fsdp") if spec.layout.zero else 1
+    shards = grid.degree("fsdp") if spec.layout.zero else 0
     here = held_by(spec.layout, shapes, grid.coordinate(rank)["pp"], _is_tied(spec))
     return [_part(shapes[name], grid, rank, shards) for name in here]
 
@@ -123,7 +132,7 @@ def twins_of(spec: Spec, rank: int) -> list[Part]:
         return []
     if not ends <= {*stages_of(layout, grid.coordinate(rank)["pp"])}:
         return []
-    return [_part(shapes[TIED], grid, rank, grid.degree("fsdp") if layout.zero else 1)]
+    return [_part(shapes[TIED], grid, rank, grid.degree("fsdp") if layout.zero else 0)]
 
 
 def _is_tied(spec: Spec) -> bool:
@@ -131,18 +140,30 @@ def _is_tied(spec: Spec) -> bool:
 
 
 def _part(shape: Shape, grid: Grid, rank: int, shards: int) -> Part:
-    size = [*shape.size]
-    if shape.cut is not None and (shape.parts is None or shape.parts % grid.tp == 0):
-        _, size[shape.cut] = shard_range(size[shape.cut], grid.tp, grid.index(rank, "tp"))
-    row = math.prod(size[1:])
-    _, own = shard_range(size[0], shards, grid.index(rank, "fsdp") % shards)
-    _, first = shard_range(size[0], shards, 0)
-    return Part(shape.block, size[0] * row, own * row, first * row)
+    """shards: over how many ranks ZeRO cuts what is no stack of experts; 0: nothing is cut."""
+    size, cut, axis = [*shape.size], shape.cut, "fsdp"
+    if shape.stack and grid.ep > 1:  # whole experts
+        size[0], cut, axis = size[0] // grid.ep, None, "efsdp"
+        shards = shards and grid.degree(axis)
+    elif cut is not None and (shape.parts is None or shape.parts % grid.tp == 0):
+        _, size[cut] = shard_range(size[cut], grid.tp, grid.index(rank, "tp"))
+    shards = max(shards, 1)
+    dim = stack_dim(size, cut if grid.tp > 1 else None, shards) if shape.stack else 0
+    length, whole = size[dim], math.prod(size)
+    row = whole // length
+    _, own = shard_range(length, shards, grid.index(rank, axis) % shards)
+    _, first = shard_range(length, shards, 0)
+    return Part(shape.block, whole, own * row, first * row, shards)
 
 
-def _gathered(parts: Iterable[Part], spec: Spec) -> int:
+def _corrections(spec: Spec) -> int:
+    """Elements of the buffers by which routers are balanced: whole on every rank."""
+    return (parameter_terms(spec.model) or {}).get(CORRECTION, 0)
+
+
+def _gathered(parts: Iterable[Part]) -> int:
     """Elements of whole copies: all shards, with their padding."""
-    return Grid.of(spec.layout).degree("fsdp") * sum(part.padded for part in parts)
+    return sum(part.shards * part.padded for part in parts)
 
 
 def _last_reduced(parts: Iterable[Part], spec: Spec) -> list[Part]:

@@ -71,6 +71,15 @@ def shard_range(length: int, parts: int, index: int) -> tuple[int, int]:
     return offset, min(each, length - offset)
 
 
+def stack_dim(size: Sequence[int], cut: int | None, ranks: int) -> int:
+    """The dim over which ZeRO cuts a stack of experts of `size` [experts, ...] between `ranks`.
+
+    The first that divides, but for one that is `cut` already: there are often fewer experts than ranks, and some of
+    these would hold none. Where no dim divides it is 0.
+    """
+    return next((dim for dim, length in enumerate(size) if dim != cut and length % ranks == 0), 0)
+
+
 def box_of(
     shape: Sequence[int], placements: Placements, grid: Grid, rank: int, order: Sequence[str] | None = None
 ) -> Box:
@@ -146,6 +155,8 @@ def _mesh_place(axis: str) -> int:
     """Where an axis, or the outermost axis of a product, stands in the mesh; the borrowed ep is innermost."""
     if axis == "ep":
         return len(AXES)
+    if axis == "efsdp":
+        return AXES.index("dp_shard")
     first = "dp_replicate" if axis == "edp" else PRODUCTS.get(axis, (axis,))[0]
     return AXES.index(first)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, combinations, islice, product, zip_longest
 from typing import Any, NamedTuple
 
@@ -80,7 +81,13 @@ def fit(layout: LayoutSpec, world: int, legal: Legal = lambda _: True) -> Layout
             raise SpecError(_product_is_not_world(asked, world, legal))
         filled = settled | dict.fromkeys(free, world // fixed)
     fitted = layout.model_copy(update=filled)
-    Grid.of(fitted)
+    try:
+        Grid.of(fitted)
+    except SpecError as error:  # ep does not divide
+        found = ways(asked, world, legal, limit=12)
+        found.sort(key=lambda way: "ep" not in way.changes)
+        nearest = "\n     or  ".join(str(way) for way in found[:3])
+        raise SpecError([replace(p, instead=nearest or p.instead) for p in error.problems]) from error
     return fitted
 
 

@@ -25,7 +25,7 @@ PRODUCTS: Mapping[str, tuple[str, ...]] = {
     "fsdp": ("dp_shard", "cp"),  # ranks over which ZeRO cuts parameters, gradients and moments
     "world": AXES,
 }
-GROUPS = (*AXES, "dp", "fsdp", "ep", "edp", "world")
+GROUPS = (*AXES, "dp", "fsdp", "ep", "edp", "efsdp", "world")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Grid:
     the dp_shard × cp × tp ranks of one pipeline stage and one replica are neighbours by number, and each run
     of `ep` of them is a group; so it takes up tp first, then cp, then dp_shard. Its ranks hold different
     experts. `edp`, its data-parallel complement, joins the ranks of one pipeline stage that hold the same
-    experts, over all replicas.
+    experts, over all replicas; `efsdp` those of one replica, over which ZeRO cuts these experts.
     Raises SpecError where a degree is below 1 or `ep` does not divide.
     """
 
@@ -115,8 +115,8 @@ class Grid:
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """All groups of `axis` (any of `GROUPS`): ranks ascending in a group, groups by their first rank.
 
-        Every rank is in exactly one group. `dp` is dp_replicate × dp_shard, `fsdp` is dp_shard × cp; for `ep`
-        and `edp` see the class.
+        Every rank is in exactly one group. `dp` is dp_replicate × dp_shard, `fsdp` is dp_shard × cp; for `ep`,
+        `edp` and `efsdp` see the class.
         """
         inside, between = self._dims(axis)
         offsets = _sums(inside)
@@ -154,10 +154,11 @@ class Grid:
         """(degree, stride in ranks) of the dims inside a group of `axis`, and of those between its groups."""
         if axis not in GROUPS:
             raise SpecError(_unknown_axis(axis, GROUPS))
-        if axis in ("ep", "edp"):
+        if axis in ("ep", "edp", "efsdp"):
             degrees = {"pp": self.pp, "dp_replicate": self.dp_replicate}
             degrees |= {"rest": self._borrowed // self.ep, "ep": self.ep}
-            members: tuple[str, ...] = ("ep",) if axis == "ep" else ("dp_replicate", "rest")
+            of_axis = {"ep": ("ep",), "edp": ("dp_replicate", "rest"), "efsdp": ("rest",)}
+            members: tuple[str, ...] = of_axis[axis]
         else:
             degrees = {name: self.degree(name) for name in AXES}
             members = PRODUCTS.get(axis, (axis,))

@@ -12,14 +12,22 @@ Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class MoeSpec(Value):
-    """`[model.moe]`: routed experts in place of the feed-forward (planned for; not trained yet)."""
+    """`[model.moe]`: routed experts in place of the feed-forward."""
 
     experts: PositiveInt
     top_k: PositiveInt
     shared_experts: int = Field(default=0, ge=0)
     expert_width: PositiveInt | None = None  # hidden features of one expert; default: ffn_width
     first_dense_layers: int = Field(default=0, ge=0)  # leading layers with a plain feed-forward
-    router: Literal["softmax", "sigmoid"] = "softmax"
+    router: Literal["softmax", "sigmoid"] = "softmax"  # what makes scores of the router's outputs
+    # How tokens are spread evenly: by an auxiliary loss, or by a correction of the scores, moved after each step.
+    balance: Literal["none", "loss", "bias"] = "loss"
+    balance_weight: Annotated[float, Field(ge=0.0)] | None = None  # of the auxiliary loss; default: 0.01
+    balance_speed: Annotated[float, Field(gt=0.0)] | None = (
+        None  # of the correction, in each step; default: 0.001
+    )
+    # What an expert takes of a row at most, in equal shares of its choices; default: no limit, no token is dropped.
+    capacity_factor: Annotated[float, Field(gt=0.0)] | None = None
 
 
 class MlaSpec(Value):

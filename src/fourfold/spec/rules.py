@@ -14,6 +14,7 @@ from dataclasses import replace
 from fourfold.spec import (
     rules_context,
     rules_data,
+    rules_experts,
     rules_layout,
     rules_memory,
     rules_model,
@@ -38,7 +39,17 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("position table", ("model.positions", "model.max_sequence"), rules_model.learned_positions),
     Rule("latent attention alone", ("model.kv_heads", "model.head_width"), rules_model.mla_alone),
-    Rule("experts for a token", ("model.moe.top_k", "model.moe.experts"), rules_model.moe_counts),
+    Rule("experts for a token", ("model.moe.top_k", "model.moe.experts"), rules_experts.moe_counts),
+    Rule(
+        "settings of the balance",
+        ("model.moe.balance_weight", "model.moe.balance_speed", "model.moe.balance"),
+        rules_experts.balance_is_used,
+    ),
+    Rule(
+        "capacity for a token",
+        ("model.moe.capacity_factor", "model.moe.experts", "model.moe.top_k", "data.sequence"),
+        rules_experts.capacity_takes_tokens,
+    ),
     Rule("two classes", ("model.outputs", "model.task"), rules_model.mlp_classes),
     Rule("data of the model's kind", ("model.kind", "data.kind"), rules_data.model_takes),
     Rule("a token for every byte", ("model.vocabulary", "data.kind"), rules_data.byte_vocabulary),
@@ -91,7 +102,7 @@ RULES: tuple[Rule, ...] = (
         ("layout.cp_method", "layout.cp", "layout.tp", "model.heads", "model.kv_heads"),
         rules_context.ulysses_divides_heads,
     ),
-    Rule("ep needs experts", ("layout.ep", "model.moe.experts"), rules_layout.ep_needs_experts),
+    Rule("ep needs experts", ("layout.ep", "model.moe.experts"), rules_experts.ep_needs_experts),
     Rule(
         "tp keeps heads whole",
         ("layout.tp", "model.heads", "model.kv_heads"),
@@ -103,6 +114,12 @@ RULES: tuple[Rule, ...] = (
         ("layout.tp", "model.ffn_width", "model.width"),
         rules_layout.tp_divides_ffn,
         owed="library",
+    ),
+    Rule(
+        "tp cuts the experts",
+        ("layout.tp", "layout.ep", "model.moe.expert_width", "model.moe.shared_experts"),
+        rules_experts.tp_divides_experts,
+        owed="not built",
     ),
     Rule("tp cuts the mlp", ("layout.tp", "model.hidden"), rules_layout.tp_divides_hidden, owed="not built"),
     Rule(
@@ -166,6 +183,13 @@ RULES: tuple[Rule, ...] = (
         "tensors by their whole names",
         ("checkpoint.allow_missing", "checkpoint.allow_surplus"),
         rules_training.tensors_named,
+    ),
+    Rule(
+        "experts in one stage",
+        ("layout.pp", "model.moe"),
+        rules_experts.experts_without_stages,
+        "train",
+        "not built",
     ),
     *(Rule(f"{row.key} not trained yet", (row.key,), row, "train", "not built") for row in PLANNED),
 )

@@ -6,10 +6,10 @@ nearest legal layouts for it by asking the whole table.
 
 from __future__ import annotations
 
-from fourfold.spec.degrees import divisors, nearest_divisors
+from fourfold.spec.degrees import divisors
 from fourfold.spec.errors import Problem
 from fourfold.spec.model import DecoderSpec, MlpSpec
-from fourfold.spec.rules_model import decoder_of, either, moe_of, multiples_near
+from fourfold.spec.rules_model import decoder_of, either, multiples_near
 from fourfold.spec.spec import Spec
 from fourfold.spec.widths import ffn_width
 from fourfold.spec.words import counted
@@ -72,22 +72,6 @@ def sp_needs_tokens(spec: Spec) -> Problem | None:
         found="vectors, which have no sequence",
         why="sequence parallel gives every tensor-parallel rank other tokens of a sample",
         instead="--set layout.sp=false",
-    )
-
-
-def ep_needs_experts(spec: Spec) -> Problem | None:
-    ep, moe = spec.layout.ep, moe_of(spec)
-    if ep == 1 or (moe is not None and moe.experts % ep == 0):
-        return None
-    asked, one = f"layout.ep = {ep}", "--set layout.ep=1"
-    if moe is None:
-        why = "expert parallel gives every rank other experts"
-        return Problem(asked, "a model without experts", why, f"{one} or a model with [model.moe]")
-    return Problem(
-        asked=f"{asked} with model.moe.experts = {moe.experts}",
-        found=f"{counted(moe.experts, 'expert')}, which make no such number of equal groups",
-        why="every rank of an expert-parallel group holds equally many experts",
-        instead=either("layout.ep", nearest_divisors(moe.experts, ep)),
     )
 
 

@@ -127,27 +127,6 @@ def mla_alone(spec: Spec) -> Problem | None:
     )
 
 
-def moe_counts(spec: Spec) -> Problem | None:
-    model, moe = decoder_of(spec), moe_of(spec)
-    if model is None or moe is None:
-        return None
-    if moe.top_k > moe.experts:
-        return Problem(
-            asked=f"model.moe.top_k = {moe.top_k} with model.moe.experts = {moe.experts}",
-            found="more experts for a token than there are",
-            why="a token goes to top_k different experts",
-            instead=f"--set model.moe.top_k={moe.experts}",
-        )
-    if moe.first_dense_layers >= model.layers:
-        return Problem(
-            asked=f"model.moe.first_dense_layers = {moe.first_dense_layers} with model.layers = {model.layers}",
-            found="no layer left for the experts",
-            why="[model.moe] would be silently ignored",
-            instead=f"--set model.moe.first_dense_layers={model.layers - 1} or no [model.moe]",
-        )
-    return None
-
-
 def mlp_classes(spec: Spec) -> Problem | None:
     model = spec.model
     if not isinstance(model, MlpSpec) or model.task != "classification" or model.outputs > 1:

@@ -28,7 +28,8 @@ class Planned:
         return Problem(
             asked=f"train with [{self.key}]" if table else f"train with {self.key} = {toml_word(value)}",
             found=f"{self.what}, which is planned for but not trained yet",
-            why="this version trains dense models, in data, tensor, context and pipeline parallel"
+            why="this version trains dense models and mixtures of experts, in data, tensor, context, pipeline and "
+            "expert parallel"
             if self.key.startswith(("layout.", "model."))
             else "it is not built yet, and nothing asked for is silently left out",
             instead=f"a Spec without [{self.key}]" if table else self._instead(spec),
@@ -42,8 +43,6 @@ class Planned:
 
 
 PLANNED = (
-    Planned("layout.ep", lambda spec: spec.layout.ep, 1, "expert parallel"),
-    Planned("model.moe", lambda spec: getattr(decoder_of(spec), "moe", None), None, "a mixture of experts"),
     Planned("model.mla", lambda spec: getattr(decoder_of(spec), "mla", None), None, "latent attention"),
     Planned(
         "model.mtp_layers", lambda spec: getattr(spec.model, "mtp_layers", 0), 0, "multi-token prediction"

@@ -24,3 +24,14 @@ def ffn_width(model: DecoderSpec) -> int:
 def head_width(model: DecoderSpec) -> int:
     """Features of one attention head, asked or width / heads."""
     return model.head_width or model.width // model.heads
+
+
+def expert_width(model: DecoderSpec) -> int:
+    """Hidden features of one routed expert, asked or those of the dense feed-forward."""
+    asked = None if model.moe is None else model.moe.expert_width
+    return asked or ffn_width(model)
+
+
+def shared_width(model: DecoderSpec) -> int:
+    """Hidden features of all shared experts together, as one feed-forward; 0 where there are none."""
+    return 0 if model.moe is None else model.moe.shared_experts * expert_width(model)

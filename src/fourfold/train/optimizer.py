@@ -17,9 +17,9 @@ from fourfold.spec.errors import CheckFailed
 from fourfold.spec.training import OptimizerSpec
 
 
-def decays(parameter: Parameter) -> bool:
-    """Weight decay acts on matrices and embeddings, never on norms and biases (tensors of one dim)."""
-    return parameter.ndim >= 2
+def decays(name: str, parameter: Parameter) -> bool:
+    """Weight decay acts on matrices and embeddings, never on norms and biases: of one dim, or in stacks."""
+    return parameter.ndim >= 2 and not name.endswith("bias")
 
 
 class Optimizer:
@@ -47,8 +47,11 @@ class Optimizer:
         self._mapped = room(self._held) if room is not None else None
         trained = self._parameters.items()
         groups = [
-            {"params": [self._held[n] for n, p in trained if decays(p)], "weight_decay": spec.weight_decay},
-            {"params": [self._held[n] for n, p in trained if not decays(p)], "weight_decay": 0.0},
+            {
+                "params": [self._held[n] for n, p in trained if decays(n, p)],
+                "weight_decay": spec.weight_decay,
+            },
+            {"params": [self._held[n] for n, p in trained if not decays(n, p)], "weight_decay": 0.0},
         ]
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],

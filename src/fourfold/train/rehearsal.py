@@ -33,6 +33,7 @@ from fourfold.launch.rank import Joined, Rank
 from fourfold.models.protocol import BoxedKit, ModelKit
 from fourfold.models.registry import kit_for
 from fourfold.parallel.apply import Parallel, is_cut, is_sharded, parallelize
+from fourfold.parallel.balance import corrections
 from fourfold.parallel.initial import give_memory
 from fourfold.parallel.narrow import loss_module
 from fourfold.parallel.offload import MappedMoments
@@ -151,7 +152,7 @@ def _built(spec: Spec, mode: FakeTensorMode, live: LiveBytes) -> tuple[Training,
     require_device(spec.precision, _CPU)
     kit, dtype, layout = kit_for(spec), parameter_dtype(spec.precision), spec.layout
     network = _on_meta(kit, spec.run.seed, dtype)
-    parameters = sum(parameter.numel() for parameter in network.parameters())
+    parameters = sum(parameter.numel() for parameter in network.parameters()) + corrections(network)
     sharded = is_sharded(layout, _CPU)
     module = loss_module(kit, network, spec.precision, sharded)
     parallel: Parallel | None = None

@@ -132,7 +132,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _in_parts(folder: Path, bundle: dict[str, Any], spec: Spec) -> Problem:
-    asked = {"zero": spec.layout.zero, "tp": spec.layout.tp, "pp": spec.layout.pp}
+    asked = {"zero": spec.layout.zero, "tp": spec.layout.tp, "pp": spec.layout.pp, "ep": spec.layout.ep}
     cutting = " and ".join(
         f"layout.{key} = {value}" for key, value in asked.items() if value > (key != "zero")
     )

@@ -82,6 +82,7 @@ def accumulate(
     weight, after = (1, parallel.loss_factor) if training.scale.dynamic else (parallel.loss_factor, 1)
     step = batches[0].step + 1
     totals: Totals | None = None
+    parallel.balance.begin()
 
     @contextmanager
     def around(number: int) -> Iterator[None]:
@@ -128,7 +129,8 @@ def clip(training: Training) -> Tensor:
 def update(training: Training, step: int) -> float:
     """AdamW with the learning rate of `step` (from 0); gradients are dropped afterwards. Returns the rate.
 
-    A step that skips changes no parameter, moment or count, and does not decay; the schedule goes on by step.
+    A step that skips changes no parameter, moment, count or router's correction, and does not decay; the schedule goes
+    on by step. Collectives: those of `parallel.balance`.
     """
     training.beat(step + 1, "update")
     rate = learning_rate(training.spec.optimizer, training.spec.run.steps, step)
@@ -136,5 +138,6 @@ def update(training: Training, step: int) -> float:
         training.optimizer.drop_gradients()
     else:
         training.optimizer.step(training.named_parameters(), rate)
+        training.parallel.balance.update()
     training.scale.settle()
     return rate

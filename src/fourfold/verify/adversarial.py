@@ -11,7 +11,7 @@ from fourfold.spec.data import SyntheticDataSpec
 from fourfold.spec.errors import Problem, SpecError
 from fourfold.spec.model import DecoderSpec, ImportSpec
 from fourfold.spec.spec import Spec
-from fourfold.verify.adversary import DROPOUT, FROZEN, TARGET, AdversaryKit
+from fourfold.verify.adversary import DROPOUT, TARGET, AdversaryKit, frozen
 from fourfold.verify.reference import whole_batch
 
 
@@ -36,7 +36,7 @@ def adversarial(spec: Spec) -> tuple[Spec, tuple[str, ...]]:
         for name, value in (("tied", True), ("biases", True), ("dropout", model.dropout or DROPOUT))
         if getattr(model, name) != value
     ]
-    changes.append(f"{FROZEN} frozen")
+    changes.append(f"{frozen(model)} frozen")
     changes.append("every row has two documents or more, and half of the rows end in padding")
     if data.attend_across_documents:
         changes.append("data.attend_across_documents true -> false")

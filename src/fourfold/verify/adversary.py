@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fourfold.models.attention import Shared
-from fourfold.models.decoder import Decoder, DecoderKit
+from fourfold.models.decoder import Decoder, DecoderKit, with_corrections
 from fourfold.models.initial import Linear, fill
 from fourfold.models.protocol import BatchLike, Rule
 from fourfold.spec.model import DecoderSpec, ImportSpec
@@ -33,7 +33,6 @@ from fourfold.spec.widths import ffn_width
 
 TARGET = "fourfold.verify.adversary:make"
 DROPOUT = 0.1  # where the Spec's own decoder has none
-FROZEN = "blocks.0.ffn.up.weight"
 
 
 class Sometimes(nn.Module):
@@ -63,7 +62,7 @@ class Adversary(Decoder):
         super().__init__(spec)
         self._sometimes = spec.layers
         self.blocks.append(Sometimes(spec))
-        self.get_parameter(FROZEN).requires_grad_(False)
+        self.get_parameter(frozen(spec)).requires_grad_(False)
 
     def choose(self, rows: Tensor) -> None:
         """Which rows (bool [B]) of the next forward use it."""
@@ -93,7 +92,9 @@ class AdversaryKit(DecoderKit):
     def skeleton(self, dtype: torch.dtype) -> Adversary:
         """See `BoxedKit.skeleton`."""
         with torch.device("meta"):
-            return Adversary(self.spec).to(dtype)
+            module = Adversary(self.spec).to(dtype)
+        with_corrections(module, dtype)
+        return module
 
     def loss(self, module: nn.Module, batch: BatchLike) -> tuple[Tensor, Tensor]:
         """See `ModelKit.loss`."""
@@ -126,6 +127,12 @@ class AdversaryKit(DecoderKit):
             f"{part}.down.weight": "row",
             f"{part}.down.bias": "replicate",
         }
+
+
+def frozen(spec: DecoderSpec) -> str:
+    """The parameter of the first block that is not trained: of its feed-forward, or of its experts."""
+    dense = spec.moe is None or spec.moe.first_dense_layers > 0
+    return "blocks.0.ffn.up.weight" if dense else "blocks.0.ffn.routed.experts.up"
 
 
 def uses(inputs: Tensor, valid: Tensor, every: int, residue: int) -> Tensor:

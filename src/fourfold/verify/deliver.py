@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fourfold.data import loader as data_loader
-from fourfold.spec.model import DecoderSpec, MlpSpec
+from fourfold.spec.model import DecoderSpec, MlpSpec, MoeSpec
 from fourfold.spec.spec import Spec
 from fourfold.train import setup as train_setup
 from fourfold.train.setup import Training
@@ -47,9 +47,9 @@ def deliver(spec: Spec, steps: int) -> Delivery:
 def smallest_model(spec: Spec) -> Spec:
     """The Spec with a model that takes the same data and no memory to speak of: reading asks nothing more of it.
 
-    Under tensor parallel each rank has one head. A user's own model stays as it is.
+    Under tensor parallel each rank has one head, under expert parallel one expert. A user's own model stays as it is.
     """
-    model, tp = spec.model, spec.layout.tp
+    model, tp, ep = spec.model, spec.layout.tp, spec.layout.ep
     if isinstance(model, DecoderSpec):
         small: dict[str, object] = {
             "layers": 1,
@@ -58,7 +58,8 @@ def smallest_model(spec: Spec) -> Spec:
             "kv_heads": tp,
             "ffn_width": tp,
         }
-        small |= {"head_width": 2, "moe": None, "mla": None, "mtp_layers": 0}
+        experts = MoeSpec(experts=ep, top_k=1, expert_width=tp) if ep > 1 else None
+        small |= {"head_width": 2, "moe": experts, "mla": None, "mtp_layers": 0}
         return spec.model_copy(update={"model": model.model_copy(update=small)})
     if isinstance(model, MlpSpec):
         return spec.model_copy(update={"model": model.model_copy(update={"hidden": tp, "layers": 1})})

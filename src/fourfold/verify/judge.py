@@ -81,6 +81,7 @@ class Judge:
         self._fact("gradient norm of every step, every rank", norms, NORM_TOLERANCE)
         claim = f"every parameter after {len(steps)} AdamW steps, every rank, eps {GATE_EPS:g}"
         self._fact(claim, parameters, PARAMETER_TOLERANCE)
+        self._corrections(ranks, reference)
         self._covered(ranks, reference)
         self._peers(ranks)
         self.worst_gate = worst(place[0] for place in (*losses, *gradients, *norms, *parameters))
@@ -178,6 +179,20 @@ class Judge:
             "the loss's denominator is the count of valid targets of the whole global batch",
             "equal on every rank in every step",
             wrong[0] if wrong else f"equal; {total:,} targets in all",
+            not wrong,
+        )
+
+    def _corrections(self, ranks: Sequence[RankGaps], reference: Reference) -> None:
+        """Of routers that have any: integers decide how they move, so they are the same to the bit."""
+        if not reference.corrections and not any(rank.corrections for rank in ranks):
+            return
+        wrong = [n for n, rank in enumerate(ranks) if rank.corrections != dict(reference.corrections)]
+        self._add(
+            "the corrections that balance the routers' experts after the last step",
+            "those of one device on every rank, to the bit",
+            f"others on rank {', '.join(map(str, wrong))}"
+            if wrong
+            else f"equal: {len(reference.corrections)} routers",
             not wrong,
         )
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from fourfold.data.source import Sources, open_sources
+from fourfold.parallel.balance import correction_names
 from fourfold.spec.boxes import Box
 from fourfold.spec.spec import Spec
 from fourfold.train import loop as train_loop
@@ -42,6 +43,7 @@ class RankGaps:
     """One rank's run.
 
     parameters: by name, of this rank's box, after the last step; boxes: which they are.
+    corrections: of routers, after the last step, by the names of their buffers.
     share: which part of the global batch it computes; counts: whether it speaks for that, or a peer does; has_loss:
     whether it knows the loss of it.
     """
@@ -51,6 +53,7 @@ class RankGaps:
     boxes: dict[str, Box]
     share: int
     counts: bool
+    corrections: dict[str, tuple[float, ...]]
     has_loss: bool = True
 
 
@@ -71,8 +74,12 @@ def measure_rank(spec: Spec, masking: Masking, reference: Reference) -> RankGaps
             steps.append(StepGaps(float(pair.sum), int(pair.count), totals.count, float(norm), gradients))
         gaps = parameter_gaps(training, reference, len(reference.steps) - 1)
         boxes = {name: part.box for name, part in parameters(training).items()}
+        buffers = dict(training.model.named_buffers())
+        corrections = {name: tuple(buffers[name].tolist()) for name in correction_names(training.model)}
         parallel = training.parallel
-        return RankGaps(tuple(steps), gaps, boxes, parallel.share, parallel.counts, parallel.has_loss)
+        return RankGaps(
+            tuple(steps), gaps, boxes, parallel.share, parallel.counts, corrections, parallel.has_loss
+        )
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from fourfold.data.batch import Batch
 from fourfold.data.sample import Source
 from fourfold.data.schedule import BatchSchedule
 from fourfold.data.transforms import make_transforms, transformed
+from fourfold.models.mixture import BIAS_SPEED, Routed
 from fourfold.models.protocol import LossModule
 from fourfold.models.registry import kit_for
 from fourfold.record.writer import JsonLines
@@ -68,6 +70,9 @@ class Reference:
     written: Mapping[
         int, Mapping[str, float]
     ]  # steps whose parameters were kept: the largest magnitude in each
+    corrections: Mapping[str, tuple[float, ...]] = field(
+        default_factory=dict
+    )  # of routers, after the last step
 
     def gradients(self, step: int) -> dict[str, NDArray[np.float64]]:
         """Gradients of `step` (from 0) before clipping; those that have one. Mapped, read-only."""
@@ -98,8 +103,8 @@ class TextbookAdamW:
     """AdamW as in Loshchilov & Hutter, arXiv 1711.05101, algorithm 2, with decoupled decay.
 
     θ ← θ − η (m̂ / (√v̂ + ε) + λ θ), η the learning rate of the step, λ `weight_decay` on tensors of two or more
-    dims and 0 on others (the paper's own λ is η λ here). A parameter without a gradient is left as it is, and its
-    step is not counted.
+    dims but biases, and 0 on others (the paper's own λ is η λ here). A parameter without a gradient is left as it is,
+    and its step is not counted.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], spec: OptimizerSpec) -> None:
@@ -121,8 +126,42 @@ class TextbookAdamW:
             v = self._second[name] = beta2 * self._second[name] + (1 - beta2) * gradient * gradient
             m_hat = m / (1 - beta1**t)
             v_hat = v / (1 - beta2**t)
-            decay = self._spec.weight_decay if theta.ndim >= 2 else 0.0
+            decay = self._spec.weight_decay if theta.ndim >= 2 and not name.endswith("bias") else 0.0
             theta.copy_(theta - rate * (m_hat / (v_hat.sqrt() + self._spec.eps) + decay * theta))
+
+
+class TextbookBalance:
+    """Corrections of routers as in DeepSeek-V3, arXiv 2412.19437, section 2.1.2, at the end of a step.
+
+    An expert's goes down by the speed where more tokens of the whole batch than the mean chose it, up where fewer did.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._routers = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, Routed) and module.correction is not None
+        }
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update, from what the backwards of the step have counted."""
+        for router in self._routers.values():
+            assert router.load is not None and router.correction is not None, "a step has a backward"
+            speed = BIAS_SPEED if router.moe.balance_speed is None else router.moe.balance_speed
+            load = router.load.tolist()
+            mean = Fraction(sum(load), len(load))
+            for expert, tokens in enumerate(load):
+                router.correction[expert] += speed * ((tokens < mean) - (tokens > mean))
+            router.load = None
+
+    def corrections(self) -> dict[str, tuple[float, ...]]:
+        """By the names of the buffers."""
+        return {
+            f"{name}.correction": tuple(router.correction.tolist())
+            for name, router in self._routers.items()
+            if router.correction is not None
+        }
 
 
 def global_norm(gradients: dict[str, Tensor]) -> float:
@@ -169,9 +208,9 @@ def whole_batch(spec: Spec, source: Source, schedule: BatchSchedule, step: int) 
 def joined_rows(rows: Sequence[Batch]) -> Batch:
     """Rows put together into one Batch."""
     arrays = {}
-    for field in ("inputs", "targets", "valid", "documents", "sample_ids", "rows"):
-        parts = [getattr(row, field) for row in rows]
-        arrays[field] = None if parts[0] is None else torch.cat(parts)
+    for name in ("inputs", "targets", "valid", "documents", "sample_ids", "rows"):
+        parts = [getattr(row, name) for row in rows]
+        arrays[name] = None if parts[0] is None else torch.cat(parts)
     return replace(rows[0], **arrays)  # type: ignore[arg-type]
 
 
@@ -194,7 +233,7 @@ def run_reference(
     schedule = BatchSchedule(
         len(source), whole, whole, 1, 1, spec.run.seed, spec.data.shuffle, spec.data.last_batch
     )
-    optimizer = TextbookAdamW(parameters, spec.optimizer)
+    optimizer, balance = TextbookAdamW(parameters, spec.optimizer), TextbookBalance(model)
     results, written = [], {}
     with ExitStack() as stack:
         stack.enter_context(_one_thread())
@@ -221,6 +260,7 @@ def run_reference(
                 )
             )
             optimizer.step(clipped(gradients, norm, spec.optimizer.clip_norm), rate)
+            balance.step()
             model.zero_grad(set_to_none=True)
             if step + 1 == steps or tracer is not None:
                 written[step] = _write(folder / f"parameters-{step}.npy", parameters, parameters)
@@ -234,6 +274,7 @@ def run_reference(
         steps=tuple(results),
         largest_parameter=largest(p.detach().numpy() for p in parameters.values()),
         written=written,
+        corrections=balance.corrections(),
     )
 
 

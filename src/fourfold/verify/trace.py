@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fourfold.data.batch import Batch
+from fourfold.models.exchange import Stacks
 from fourfold.parallel.clip import local
 from fourfold.parallel.recompute import in_backward
 from fourfold.record.writer import JsonLines
@@ -240,6 +241,8 @@ def _watch(tracer: Tracer, loss_modules: Sequence[nn.Module], models: Sequence[n
         }
         if names:
             yield module.register_forward_pre_hook(lambda m, _i, names=names: tracer.entering(m, names))
+        if isinstance(module, Stacks):
+            continue  # what it gives is sorted by expert: rows are no rows of the batch
         yield module.register_forward_hook(lambda _m, _i, output, label=label: tracer.computed(label, output))
 
 

@@ -28,7 +28,7 @@ from fourfold.verify.on_rank import opened
 from fourfold.verify.reference import Reference
 from fourfold.verify.trace import CLIPPED, NORM, OWN, REDUCED, UPDATED, Tracer, tracing
 from fourfold.verify.uneven import Masking
-from fourfold.verify.whole import whole_of
+from fourfold.verify.whole import of_spread_experts, whole_of
 
 Array = NDArray[np.float64]
 
@@ -127,8 +127,9 @@ def _own_gaps(training: Training, reference: Reference, step: int, tracer: Trace
     scale = 1.0 / max(reference.steps[step].count, 1) / (float(weight) or 1.0)
     expected, of = reference.gradients(step), reference.steps[step]
     gaps = {}
+    there = training.named_parameters()
     for name, shape in zip(reference.names, reference.shapes, strict=True):
-        total = _summed(training, tracer.own.get(name), shape)
+        total = _summed(training, tracer.own.get(name), shape, there.get(name))
         if name in expected:
             gaps[name] = Part.whole(total.numpy() * scale).gap(
                 expected[name], of.sizes[name], of.largest_gradient
@@ -138,13 +139,15 @@ def _own_gaps(training: Training, reference: Reference, step: int, tracer: Trace
     return gaps
 
 
-def _summed(training: Training, own: Tensor | None, shape: Sequence[int]) -> Tensor:
+def _summed(training: Training, own: Tensor | None, shape: Sequence[int], parameter: Tensor | None) -> Tensor:
     """The sum over data-parallel ranks, and stages that share it, of a whole gradient of `shape`.
 
-    Tensor-parallel peers all have it, and one counts. Collectives: one all-reduce on the world.
+    Tensor-parallel peers all have it, and one counts; of experts that lie on several ranks each has a part, and all do.
+    Collectives: one all-reduce on the world.
     """
     total = torch.zeros(*shape, dtype=torch.float64)
-    if own is not None and training.parallel.grid.coordinate(dist.get_rank())["tp"] == 0:
+    spread = parameter is not None and of_spread_experts(parameter)
+    if own is not None and (spread or training.parallel.grid.coordinate(dist.get_rank())["tp"] == 0):
         total += own
     dist.all_reduce(total)
     return total
@@ -165,7 +168,7 @@ def _explain(
     for name in names:
         nothing = torch.zeros(*shapes[name], dtype=torch.float64)
         mine, tail = tracer.own.get(name, nothing), tracer.last.get(name, nothing)
-        all_last = _summed(training, tracer.last.get(name), shapes[name])
+        all_last = _summed(training, tracer.last.get(name), shapes[name], there.get(name))
         partly, part = _of_my_peers(training, tracer.part.get(name), shapes[name])
         along = [
             axis for axis in ("dp_replicate", "dp_shard", "cp") if training.parallel.grid.degree(axis) > 1

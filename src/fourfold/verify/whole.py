@@ -6,7 +6,6 @@ hooks do, for they run the same modules on the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fourfold.collectives.context import Context
+from fourfold.models.boxes import box_of
+from fourfold.models.exchange import Meeting
 from fourfold.models.protocol import Heads
 from fourfold.parallel.apply import Parallel
+from fourfold.parallel.clip import local
 from fourfold.parallel.context_parallel import runs_of
 from fourfold.parallel.mesh import sub_mesh
 
@@ -31,8 +33,8 @@ class Collectives:
     loss: between the last module and the loss. Left out or "" where there is none.
     """
 
-    output: Mapping[str, str] = field(default_factory=dict)
-    behind: Mapping[str, str] = field(default_factory=dict)
+    output: dict[str, str] = field(default_factory=dict)
+    behind: dict[str, str] = field(default_factory=dict)
     loss: str = ""
 
 
@@ -57,8 +59,13 @@ class Whole:
         return value
 
     def parameter(self, gradient: Tensor) -> Tensor:
-        """All of a parameter's gradient, as backward gives it."""
-        return gradient.detach()
+        """All of a parameter's gradient, as backward gives it; of experts that lie on other ranks zeros."""
+        gradient = gradient.detach()
+        if not isinstance(gradient, DTensor) or not of_spread_experts(gradient):
+            return gradient
+        whole = torch.zeros(gradient.shape, dtype=gradient.dtype)
+        whole[box_of(gradient).slices] = local(gradient)
+        return whole
 
 
 class TensorParallelWhole(Whole):
@@ -99,7 +106,10 @@ class TensorParallelWhole(Whole):
     def parameter(self, gradient: Tensor) -> Tensor:
         """See `Whole.parameter`; partial sums are added up."""
         gradient = gradient.detach()
-        return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        if not isinstance(gradient, DTensor) or of_spread_experts(gradient):
+            return super().parameter(gradient)
+        whole: Tensor = gradient.full_tensor()
+        return whole
 
     def _gathered(self, value: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(self._ranks)]
@@ -158,14 +168,28 @@ class ContextWhole(Whole):
 def whole_of(parallel: Parallel, sequence: bool) -> Whole:
     """The one that suits the layout. sequence: whether activations are cut over tokens."""
     whole = TensorParallelWhole(parallel, sequence) if parallel.grid.tp > 1 else Whole()
+    if parallel.grid.ep > 1:
+        named = parallel.network.named_modules()
+        routed = {name: "ep" for name, module in named if isinstance(module, Meeting)}
+        known = whole.collectives
+        whole.collectives = Collectives(known.output | routed, known.behind | routed, known.loss)
     return ContextWhole(whole, parallel) if parallel.grid.cp > 1 else whole
+
+
+def of_spread_experts(tensor: Tensor) -> bool:
+    """Whether it is of experts of which others lie on other ranks: each of those has its own part, and no other."""
+    return isinstance(tensor, DTensor) and "ep" in (tensor.device_mesh.mesh_dim_names or ())
 
 
 def _collectives(parallel: Parallel, sequence: bool) -> Collectives:
     """What `parallel.tensor_parallel` says of each rule."""
     network, output, behind, loss = parallel.network, {}, {}, ""
     for name, rule in parallel.joined.items():
-        table = isinstance(network.get_submodule(name), nn.Embedding)
+        module = network.get_submodule(name)
+        table = isinstance(module, nn.Embedding)
+        if isinstance(module, Meeting):
+            output[name] = behind[name] = "tp"
+            continue
         if rule == "replicate":
             continue
         if rule == "row" or table:
