@@ -236,7 +236,7 @@ def test_torch_mesh_has_the_same_coordinates_and_groups(tmp_path: Path) -> None:
 
 def test_groups_that_leave_a_node() -> None:
     grid = Grid(pp=2, dp_shard=2, tp=4, ep=4)
-    assert [grid.crossing(axis, 8) for axis in GROUPS] == [8, 0, 0, 0, 0, 0, 0, 0, 0, 1]
+    assert [grid.crossing(axis, 8) for axis in GROUPS] == [8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]
     assert grid.crossing("tp", 6) == 1 and grid.crossing("tp", 1) == 4 and grid.crossing("world", 16) == 0
     with pytest.raises(SpecError):
         grid.crossing("tq", 8)

@@ -83,9 +83,10 @@ def compare(ranks, sets):
     assert [told(each, routed) for each in rehearsed.traffic] == [told(each, routed) for each in traffic]
     assert rehearsed.state == rank_bytes(rehearsal_jobs.asked(sets, 4), 0)
     in_memory = most - rehearsed.peak_state["on disk"]  # a mapped file is a tensor, too
-    # What is under way between ranks is held a little longer in a real step, sometimes.
+    # What is under way between ranks is held a little longer in a real step, sometimes; between stages more is.
     slack = 0.1 if routed else 0.0  # tokens go where they choose to
-    assert (0.94 - slack) * in_memory <= rehearsed.peak_bytes <= (1.01 + slack) * in_memory + BATCH_BYTES
+    least = 0.88 if any(setting.startswith("layout.pp=") for setting in sets) else 0.94
+    assert (least - slack) * in_memory <= rehearsed.peak_bytes <= (1.01 + slack) * in_memory + BATCH_BYTES
     assert (
         rehearsed.peak_bytes
         == sum(rehearsed.peak_state.values())

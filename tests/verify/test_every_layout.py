@@ -89,7 +89,7 @@ def test_two_pairs_on_four_ranks(small, tmp_path):
 @pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.long)])
 def test_layouts_that_recompute(small, tmp_path, mode):
     spec = small(f"layout.recompute={mode}", "layout.cp_method=ring")
-    axes = ("dp_replicate 2", "dp_shard 2, zero 3", "tp 2, sp", "cp 2")
+    axes = ("dp_replicate 2", "dp_shard 2, zero 3", "tp 2, sp", "cp 2, ring", "pp 2")
     asked = legal(spec, 2, *(f"{axis}, recompute {mode}" for axis in axes))
     document = verify_every_layout(spec, 2, steps=2, only=asked, out=tmp_path)
     assert document["verdict"] == "pass", [layout["failed"] for layout in document["layouts"]]

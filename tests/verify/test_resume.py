@@ -219,7 +219,7 @@ def test_requests_that_cannot_be_checked(tmp_path):
     with pytest.raises(SpecError):
         verify_resume(smallest(), 3, out=out)  # 8 samples do not divide over 3 ranks
     with pytest.raises(SpecError, match="pp"):
-        verify_resume(smallest("layout.pp=4"), 4, out=out)
+        verify_resume(smallest("layout.pp=4", "model.layers=2"), 4, out=out)
     with pytest.raises(DataError, match="fewer than one global batch"):
         verify_resume(smallest("data.samples=4"), 1, out=out)
     assert not out.exists(), "nothing was written"

@@ -11,6 +11,7 @@ from fourfold.cli.output import WIDTH, paint, wrapped
 from fourfold.spec.grid import AXES, GROUPS, Grid
 from fourfold.spec.words import counted
 
+_SHOWN = tuple(axis for axis in GROUPS if axis != "efsdp")  # edp without dp_replicate
 MEANING = {
     "dp": "dp_replicate × dp_shard: see different samples",
     "fsdp": "dp_shard × cp: ZeRO cuts parameters, gradients and moments over them",
@@ -78,7 +79,7 @@ def who_with_whom(grid: Grid, per_node: int) -> list[str]:
 def group_table(grid: Grid, per_node: int) -> list[str]:
     """Every axis's and product's groups of ranks, as many as stand in two lines; which axes stay inside a node."""
     lines = [f"{'axis':<12} {'ranks':>5} {'groups':>6}  {'nodes':<8}  groups of ranks"]
-    for axis in GROUPS:
+    for axis in _SHOWN:
         groups = grid.groups(axis)
         alone = grid.degree(axis) == 1
         rows = ["each rank alone"] if alone else _fill([_ranks(group) for group in groups], WIDTH - 38)
@@ -159,7 +160,7 @@ def _nodes(grid: Grid, per_node: int) -> list[str]:
 def _used(grid: Grid) -> list[str]:
     """Axes and products of more than one rank, those of experts only where experts are cut."""
     unused = ("world",) if grid.ep > 1 else ("world", "edp")
-    return [axis for axis in GROUPS if grid.degree(axis) > 1 and axis not in unused]
+    return [axis for axis in _SHOWN if grid.degree(axis) > 1 and axis not in unused]
 
 
 def _ranks(group: Sequence[int]) -> str:

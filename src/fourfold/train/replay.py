@@ -136,13 +136,13 @@ def _in_parts(folder: Path, bundle: dict[str, Any], spec: Spec) -> Problem:
     cutting = " and ".join(
         f"layout.{key} = {value}" for key, value in asked.items() if value > (key != "zero")
     )
-    held = f"the {len(bundle.get('stage') or ())} parameters of its stages"
+    held = f"stages, of {len(bundle.get('stage') or ())} parameters"
     if bundle.get("boxes"):
         name, (offset, size) = next(iter(bundle["boxes"].items()))
         held = f"part of {len(bundle['boxes'])} parameters: {size} at {offset} of {name} ..."
     return Problem(
         asked=f"replay {folder} on one device",
-        found=f"of rank {bundle['rank']} {held}",
+        found=f"rank {bundle['rank']}'s {held}",
         why=f"{cutting} cuts parameters between ranks, and one that fails may ask no other for its part",
         instead=f"fourfold train SPEC --nproc {bundle['world']} --resume auto  (with the Spec and run.dir of the run: "
         f"step {bundle['step']} is computed from its last checkpoint again, with the same data and draws)",

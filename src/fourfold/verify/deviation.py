@@ -176,7 +176,12 @@ def _in_microbatch(
                         step, micro, rank, key, inf, before, trace, "it did not run here"
                     )
                 continue
-            peer = next(other for other in held.values() if other.share == trace.share and other.due(key))
+            mine = list(rows[rank])
+            peer = next(
+                other
+                for peer_rank, other in held.items()
+                if list(rows[peer_rank]) == mine and other.share == trace.share and other.due(key)
+            )
             same = peer.micros.get((step, micro), {})
             found = _judged(expected, step, key, rows[rank], actual, usual, same)
             if isinstance(found, tuple):
