@@ -37,9 +37,9 @@ def norm_of_some_experts() -> None:
     """The norm leaves out the experts that lie on other ranks than the first of each group."""
     counts = GradientNorm._counts
 
-    def first(self: GradientNorm, gradient: Tensor) -> bool:
+    def first(self: GradientNorm, gradient: Tensor, own: bool) -> bool:
         spread = isinstance(gradient, DTensor) and "ep" in (gradient.device_mesh.mesh_dim_names or ())
-        return counts(self, gradient) and not (spread and gradient.device_mesh.get_local_rank("ep"))
+        return counts(self, gradient, own) and not (spread and gradient.device_mesh.get_local_rank("ep"))
 
     GradientNorm._counts = first
 
