@@ -187,8 +187,8 @@ def parallelize(
 
     precision: in what parameters are gathered, and gradients summed over data-parallel ranks.
 
-    The order is fixed: context parallel, tensor and sequence parallel, stages of a pipeline, expert parallel,
-    recompute, sharded data parallel or replicas. The rules have refused what is not built yet.
+    The order is fixed: context parallel, tensor and sequence parallel, expert parallel, recompute, stages of a
+    pipeline, sharded data parallel or replicas. The rules have refused what is not built yet.
     Collectives: those that make the mesh's groups, and of `data_parallel.Replicas`.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
