@@ -281,11 +281,11 @@ def test_what_is_told_instead_is_legal_for_the_same_world(
         if not problem.asked.startswith(("layout.", "train with layout.", "a layout for")):
             continue
         if "layout.wrap" in problem.asked:
-            continue  # its own rule's advice: a setting of another kind
+            continue  # a problem of its own, with advice of its own: a setting of another kind
         ways = typed(problem.instead)
         assert ways or "a world of" in problem.instead
         for way in ways:
-            left = told([*asked, *way], world)
+            left = [each for each in told([*asked, *way], world) if "layout.wrap" not in each.asked]
             assert all(each.asked.startswith("train with layout.") for each in left), (asked, world, way)
             assert not left or not problem.asked.startswith("train with"), (asked, world, way)
             built = all(layout[axis] == 1 for axis in ("ep",) if axis in names)

@@ -128,7 +128,9 @@ def equal(
         Make the Spec's decoder and data adversarial: ties, biases, dropout, a frozen and a sometimes-used parameter,
         two documents a row or more, padding.
     all_layouts
-        Judge every legal layout of that many ranks, on a small adversarial model, against one reference.
+        Judge every product of degrees that many ranks allow, with the lowest and the highest zero, and as many more
+        layouts as it takes that every two settings meet (schedules, methods of cp, sp, zero, recompute, microbatches);
+        on a small adversarial model.
     sets
         One setting, a.b=value in TOML, over the file; may be repeated.
     out

@@ -7,7 +7,8 @@ outside, so that a block is gathered once for its backward and computed again fr
 
 The block is computed again under the same autocast, from the same state of torch's random streams and with the same
 stand-ins for its parameters. Draws of `models.draws` have no state. Collectives: those of the block's forward once
-more, in backward (not of operations that are kept), on all ranks in the same order.
+more, in backward (not of operations that are kept), on all ranks in the same order. A schedule that splits a backward
+computes a block again for each of its halves.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.utils.checkpoint import (
 
 from fourfold.models.protocol import ModelKit
 from fourfold.spec.errors import CheckFailed, Problem, SpecError
+from fourfold.spec.schedules import SCHEDULES
 from fourfold.spec.settings import typed
 from fourfold.spec.training import LayoutSpec
 
@@ -75,10 +77,11 @@ def recompute(
     if not names:
         raise SpecError(_no_blocks(layout.recompute))
     kept = _operations(layout.recompute_keep) if layout.recompute == "selective" else frozenset()
+    halves = layout.pp > 1 and SCHEDULES[layout.pp_schedule].splits
     last: list[str] = []
     for name in names:
         block = network.get_submodule(name)
-        block.forward = _Again(name, block, kept, forget, last)
+        block.forward = _Again(name, block, kept, halves, forget, last)
 
 
 @contextmanager
@@ -99,7 +102,8 @@ def told_by_block(network: nn.Module) -> Iterator[None]:
 class _Again:
     """The forward of a block that is computed again in backward.
 
-    kept: operations whose results are kept all the same. last: the block, of all, that was computed again last.
+    kept: operations whose results are kept all the same. halves: whether it is computed again more than once, for each
+    part of a backward. last: the block, of all, that was computed again last.
     """
 
     def __init__(
@@ -107,11 +111,12 @@ class _Again:
         name: str,
         block: nn.Module,
         kept: Collection[object],
+        halves: bool,
         forget: Callable[[], None],
         last: list[str],
     ) -> None:
         self._name, self._block, self._forward = name, block, block.forward
-        self._kept, self._forget, self.last = kept, forget, last
+        self._kept, self._halves, self._forget, self.last = kept, halves, forget, last
 
     def __call__(self, *args: Any, **more: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -146,10 +151,11 @@ class _Again:
 
     def _contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         """Around the forward, and around what is computed again."""
-        if not self._kept:
-            first, again = nullcontext(), nullcontext()
-        else:
+        first: Any = nullcontext()
+        again: Any = nullcontext()
+        if self._kept:
             first, again = create_selective_checkpoint_contexts(self._policy)  # type: ignore[no-untyped-call]
+            again = _Unspent(again) if self._halves else again
         return _Region(first, self._forget), _Region(again, self._begin, self._forget)
 
     def _begin(self) -> None:
@@ -182,6 +188,23 @@ class _Region:
     def __exit__(self, *error: Any) -> None:
         self._mode.__exit__(*error)
         self._end()
+
+
+class _Unspent:
+    """`mode`, torch's that hands out what was kept, once each; after it all of it is there for the next half."""
+
+    def __init__(self, mode: Any) -> None:
+        self._mode = mode
+        self._kept: dict[object, dict[int, object]] = {}
+
+    def __enter__(self) -> None:
+        self._kept = {key: dict(results) for key, results in self._mode.storage.items()}
+        self._mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+        self._mode.storage.update(self._kept)
+        self._kept = {}
 
 
 @contextmanager

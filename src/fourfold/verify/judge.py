@@ -102,9 +102,10 @@ class Judge:
         self.worst_own_eps = worst(place[0] for place in places)
 
     def clipping(self, reference: Reference, bound: float) -> None:
-        """In how many steps the bound acted."""
-        acted = sum(step.norm > bound > 0.0 for step in reference.steps)
-        self._clipped = (acted, len(reference.steps))
+        """In how many steps the bound acted; of several references, in how many of all of theirs."""
+        acted, steps = self._clipped
+        acted += sum(step.norm > bound > 0.0 for step in reference.steps)
+        self._clipped = (acted, steps + len(reference.steps))
 
     def sometimes(self, spec: Spec, reference: Reference) -> None:
         """In an adversarial Spec: whether the part that some rows use is used in some steps, and in others by none."""
