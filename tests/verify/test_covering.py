@@ -90,6 +90,15 @@ def test_the_options_of_the_spec_are_those_of_its_products():
     assert {c.layout.pp_schedule for c in split.covering if c.layout.pp > 1} > {"gpipe", "zbv"}
 
 
+@pytest.mark.parametrize(
+    ("world", "length", "judged"),
+    [(2, 128, 32), (3, 36, 30), (6, 144, 24), (8, 128, 32), (5, 150, 30), (64, 256, 128), (2, 16, 16)],
+)
+def test_a_sequence_is_cut_short_so_that_every_layout_still_cuts_it(world, length, judged):
+    spec = small("tiny", f"data.sequence={length}", world=world)
+    assert spec.data.sequence == judged
+
+
 def test_a_model_of_another_kind():
     mlp = ('model={kind="mlp", inputs=8}', 'data={kind="synthetic", samples=64}')
     chosen = choose(small("tiny", *mlp, world=2), 2)

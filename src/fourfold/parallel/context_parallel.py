@@ -15,6 +15,7 @@ All on "cp". Letters: B rows, H query heads, K key/value heads, t tokens here, T
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -89,7 +90,7 @@ class _Attend:
         return self.method.attend(query, key, value, self._masks)
 
 
-class _Method:
+class _Method(ABC):
     """How queries meet keys and values of other ranks. met: whether they have."""
 
     def __init__(self, ring: Ring) -> None:
@@ -100,9 +101,9 @@ class _Method:
         """What `attend` needs: of this rank's tokens against all, as they come together by rank."""
         return [mask(places[self.ring.rank], torch.cat([*places]))]
 
+    @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, masks: Sequence[Tensor]) -> Tensor:
         """query [B, H, t, D], key and value [B, K, t, D] -> [B, H, t, D]."""
-        raise NotImplementedError
 
 
 class _Gather(_Method):

@@ -6,6 +6,7 @@ count. So layouts of one depth share a case and its reference.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from fourfold.verify.measure import GATE_EPS
 from fourfold.verify.reference import Reference
 from fourfold.verify.uneven import sharpened
 
-LAYERS, SEQUENCE = 2, 32  # of a decoder, at most; layers: where no pipeline needs more
+LAYERS, SEQUENCE = 2, 32  # at most, where no layout of the Spec needs more
 
 
 @dataclass(slots=True)
@@ -102,8 +103,10 @@ def reduced(spec: Spec, world: int) -> tuple[Spec, tuple[str, ...]]:
     changes = [f"batch: {rows} samples, so that every layout has as many microbatches as it is to have"]
     update: dict[str, Any] = {"batch": BatchSpec(global_batch=rows, micro_batch=1)}
     if not isinstance(spec.data, SyntheticDataSpec) and spec.data.sequence > SEQUENCE:
-        changes.append(f"data.sequence {spec.data.sequence} -> {SEQUENCE}")
-        update["data"] = spec.data.model_copy(update={"sequence": SEQUENCE})
+        cut = math.gcd(spec.data.sequence, 2 * world)  # whatever cp and sp cut it by divides this
+        length = cut * max(1, SEQUENCE // cut)
+        changes.append(f"data.sequence {spec.data.sequence} -> {length}")
+        update["data"] = spec.data.model_copy(update={"sequence": length})
     return spec.model_copy(update=update), tuple(changes)
 
 

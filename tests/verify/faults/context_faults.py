@@ -1,6 +1,5 @@
 """Classic mistakes of context parallel, planted in a rank by replacing the product's functions by name."""
 
-
 from __future__ import annotations
 
 from dataclasses import replace
