@@ -48,12 +48,13 @@ def ulysses_divides_heads(spec: Spec) -> Problem | None:
     kv = max((model.kv_heads or model.heads) // layout.tp, 1)
     if heads % layout.cp == 0 and (kv % layout.cp == 0 or layout.cp % kv == 0):
         return None
-    legal = [n for n in divisors(heads) if kv % n == 0 or n % kv == 0]
-    near = [max(n for n in legal if n <= layout.cp), *[n for n in legal if n > layout.cp][:1]]
+    # Of the degrees that leave whole ranks to another axis the largest, if it cuts at all.
+    fewer = [n for n in divisors(layout.cp) if 1 < n and heads % n == 0 and (kv % n == 0 or n % kv == 0)]
     of_rank = " on a tensor-parallel rank" if layout.tp > 1 else ""
     return Problem(
         asked=f'layout.cp_method = "ulysses" with layout.cp = {layout.cp}',
         found=f"{counted(heads, 'head')} and {counted(kv, 'key/value head')}{of_rank}, of which some would be cut",
         why="tokens are exchanged for heads: each rank attends with equally many whole ones",
-        instead=f"--set layout.cp_method=gather or {either('layout.cp', near)}",
+        instead="--set layout.cp_method=gather or --set layout.cp_method=ring"
+        + (f" or {either('layout.cp', fewer[-1:])}" if fewer else ""),
     )
