@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -17,7 +18,7 @@ from fourfold.data.batch import Batch
 from fourfold.parallel.bytes import held
 from fourfold.plan.rehearsal import Rehearsal, Traffic, sent_bytes
 from fourfold.plan.state_bytes import Category, Instant
-from fourfold.spec.grid import AXES, PRODUCTS, Grid
+from fourfold.spec.grid import AXES, GROUPS, PRODUCTS, Grid
 from fourfold.train.live import LiveBytes
 from fourfold.train.setup import Training
 from fourfold.train.step import accumulate, agree_totals, clip, update
@@ -160,5 +161,13 @@ def traffic_of(found: Mapping[Seen, int], grid: Grid, rank: int = 0) -> tuple[Tr
 
 def _axis(ranks: Sequence[int], grid: Grid, rank: int) -> str:
     """The first name of the ranks that `rank` meets there; a user's model may have a group of its own."""
-    names = (name for name in (*AXES, *PRODUCTS) if grid.group_of(rank, name) == tuple(ranks))
-    return next(names, "a group of the model's own")
+    met = tuple(ranks)
+    names = [name for name in (*AXES, *PRODUCTS, *GROUPS) if grid.group_of(rank, name) == met]
+    along_pp = grid.group_of(rank, "pp")
+    places = [grid.coordinate(one) for one in ranks]
+    several = [axis for axis in AXES if len({place[axis] for place in places}) > 1]
+    if len(ranks) == math.prod(grid.degree(axis) for axis in several):
+        names.append(" × ".join(several))
+    if met == (along_pp[0], along_pp[-1]):
+        names.append("both ends of pp")
+    return next(iter(names), "a group of the model's own")
