@@ -224,6 +224,37 @@ def tensor(*, nproc: int = 2, out: Path | None = None, json: bool = False) -> in
 
 
 @app.command
+def moe(*, nproc: int = 2, out: Path | None = None, json: bool = False) -> int:
+    """The way of tokens through expert parallel, on real ranks: to their experts and back, and that of gradients.
+
+    Beside each value stands what one device has. What a capacity drops, who waits, how the load of experts is balanced.
+    Then each classic mistake: an order lost, a router cut off, experts counted again, an auxiliary loss of the batch
+    or by ranks; and what `verify equal` says to it.
+
+    Examples:
+
+        fourfold lab moe
+        fourfold lab moe --nproc 4
+        fourfold lab moe --json
+
+    Parameters
+    ----------
+    nproc
+        Ranks to start on this machine: 2 or 4.
+    out
+        A folder for the findings (default: the next free runs/verify-lab-N).
+    json
+        Print one JSON document.
+    """
+    from fourfold.cli.lab_moe import NEXT, moe_lines
+    from fourfold.lab.moe import lab_moe
+
+    command = "fourfold lab moe" + (f" --nproc {nproc}" if nproc != 2 else "")
+    document = lab_moe(nproc=nproc, out=out, command=command, say=story)
+    return _shown(document, moe_lines, json, NEXT)
+
+
+@app.command
 def pipeline(
     *, nproc: int = 4, microbatches: int | None = None, out: Path | None = None, json: bool = False
 ) -> int:

@@ -26,7 +26,7 @@ def tensor_lines(document: Mapping[str, Any]) -> list[str]:
             lines += ["", paint(f" {way}", "bold", sys.stdout)]
             lines += [line for step in part[way] for line in _step(step)]
     for mistake in document["mistakes"]:
-        lines += ["", *_mistake(mistake)]
+        lines += ["", *mistake_lines(mistake)]
     lines += ["", paint("against one device, in fp64", "bold", sys.stdout)]
     told = {mistake["name"] for mistake in document["mistakes"]}
     for finding in document["findings"]:
@@ -66,9 +66,16 @@ def _rows(value: list[Any]) -> list[list[float]]:
 def side_by_side(blocks: Sequence[Block], width: int = WIDTH) -> list[str]:
     """Blocks beside each other, as many as `width` takes, then the next ones below."""
     cell = max(len(f"{number:g}") for _, rows in blocks for row in rows for number in row) + 1
+    drawn = [
+        (title, ["".join(f"{number:>{cell}g}" for number in row) for row in rows]) for title, rows in blocks
+    ]
+    return beside(drawn, width)
+
+
+def beside(blocks: Sequence[tuple[str, list[str]]], width: int = WIDTH) -> list[str]:
+    """The same of blocks whose rows are drawn already."""
     drawn = []
-    for title, rows in blocks:
-        lines = ["".join(f"{number:>{cell}g}" for number in row) for row in rows]
+    for title, lines in blocks:
         wide = max(len(title) + 1, *map(len, lines))
         drawn.append([f"{f' {title}':<{wide}}", *(f"{line:<{wide}}" for line in lines)])
     lines = []
@@ -85,11 +92,14 @@ def side_by_side(blocks: Sequence[Block], width: int = WIDTH) -> list[str]:
     return lines
 
 
-def _mistake(mistake: Mapping[str, Any]) -> list[str]:
+def mistake_lines(mistake: Mapping[str, Any]) -> list[str]:
+    """A mistake: what is wrong by it and where, what is still right, and whether it is caught."""
     told = mistake["example"]
     at = ", ".join(map(str, told["index"]))
     spoiled = ", ".join(f"{name} ({gap:.2g})" for name, gap in mistake["gaps"].items())
-    differ = "; ranks have different values" if mistake["ranks_differ"] else "; the same on all ranks"
+    differ = {True: "; ranks have different values", False: "; the same on all ranks", None: ""}[
+        mistake.get("ranks_differ")
+    ]
     return [
         paint(f"mistake: {mistake['title']}", "bold", sys.stdout),
         *wrapped(mistake["why"]),

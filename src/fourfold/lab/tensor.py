@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold.lab import tensor_ranks as ranks
+from fourfold.lab.gate import said
 from fourfold.lab.tensor_product import at_the_gate, settings_of
 from fourfold.lab.tensor_ranks import Sizes
 from fourfold.lab.tensor_steps import MISTAKES, PARTS, Mistake, Part, Place, Step
 from fourfold.launch.pool import RankPool
 from fourfold.record.finding import Finding, document, fact, verdict_of, write_findings
 from fourfold.spec.errors import Problem, SpecError
-from fourfold.verify.deviation import Deviation
 from fourfold.verify.measure import GRADIENT_TOLERANCE, largest, relative_gap, within, worst
 from fourfold.verify.out import open_folder, open_room
 
@@ -201,20 +201,8 @@ def _mistake(
 
 
 def _caught(mistake: Mistake, room: Path, command: str) -> tuple[str, Finding]:
-    """What `verify equal` says to the same mistake in the product's own ranks, in words, and as a finding."""
     told = at_the_gate(mistake.name, 2, room / mistake.name)
-    first = told["first_deviation"]
-    where = str(Deviation(**first)) if first else "no deviation"
-    asked = "".join(f" --set {setting}" for setting in settings_of(mistake.name, 2) if "layout" in setting)
-    words = f"`verify equal tiny --world 2{asked}` with this mistake in its ranks: verdict {told['verdict']}; {where}"
-    finding = fact(
-        f"{mistake.name}: verify equal catches it in the product's own tensor parallel, and says where",
-        'verdict "fail", and the first deviation',
-        f"verdict {told['verdict']!r}; {where}",
-        told["verdict"] == "fail" and first is not None,
-        command=command,
-    )
-    return words, finding
+    return said(mistake.name, told, "tiny", settings_of(mistake.name, 2), "tensor parallel", command)
 
 
 def _where(step: Step, found: Sequence[Values], right: Values) -> tuple[int, list[int]]:

@@ -236,7 +236,7 @@ def run_reference(
     optimizer, balance = TextbookAdamW(parameters, spec.optimizer), TextbookBalance(model)
     results, written = [], {}
     with ExitStack() as stack:
-        stack.enter_context(_one_thread())
+        stack.enter_context(one_thread())
         tracer = None
         if trace is not None:
             lines = stack.enter_context(JsonLines(trace))
@@ -279,7 +279,7 @@ def run_reference(
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """As a rank has; and threads of one process that share cores with others mostly wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
