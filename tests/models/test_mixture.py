@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fourfold.models.carried import LossWeight, carried, noted
+from fourfold.models.carried import LossWeight, carried, loss_elsewhere, noted
 from fourfold.models.decoder import DecoderKit, Mixture
 from fourfold.models.initial import fill
 from fourfold.models.mixture import Routed
@@ -169,6 +169,21 @@ def test_the_loss_that_is_told_is_the_cross_entropy_and_its_gradient_has_both():
         gradients.append(model.get_parameter("blocks.0.ffn.routed.router").grad)
     assert torch.equal(told[0], told[1])
     assert float((gradients[1] - gradients[0]).abs().max()) > 1e-3
+
+
+def test_a_loss_that_is_elsewhere_says_its_factor():
+    """Asked for in backward, once; what is made after the forward of that stage knows nothing of it."""
+    asked = []
+    with loss_elsewhere(lambda: asked.append(True) or 0.25):
+        weight = LossWeight()
+    x = torch.ones(2, requires_grad=True)
+    auxiliary = (3 * x).sum()
+    y = carried(carried(x * 2, auxiliary, weight, lambda: None), auxiliary, weight, lambda: None)
+    assert not asked
+    y.sum().backward()
+    assert asked == [True] and torch.equal(x.grad, torch.full((2,), 2 + 2 * 3 * 0.25))
+    with pytest.raises(CheckFailed):
+        LossWeight().at(x)
 
 
 def test_an_auxiliary_loss_without_its_loss_is_refused():

@@ -19,6 +19,8 @@ DENSE = [
 EXPERTS = [
     FOUR | {"dp_replicate": 2, "zero": 3, "ep": 4},  # five axes
     FOUR | {"dp_replicate": 2, "zero": 1, "ep": 2},
+    FOUR | {"pp": 2, "zero": 3, "ep": 4},  # five axes, with stages
+    FOUR | {"pp": 2, "zero": 1, "ep": 2, "pp_schedule": "zbv", "cp_method": "ring"},
 ]
 
 

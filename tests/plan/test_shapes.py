@@ -52,7 +52,8 @@ def test_shapes_are_those_of_the_built_model(asked):
         cut, parts = cut_of(rules[name], parameter.ndim)
         block = next((at for at, prefix in enumerate(blocks) if name.startswith(f"{prefix}.")), None)
         behind = any(name.startswith(f"{end}.") for end in after)
-        expected[name] = Shape(tuple(parameter.shape), block, cut, parts, ".experts." in name, behind)
+        each = getattr(network.get_submodule(name.rpartition(".")[0]), "each", 1)
+        expected[name] = Shape(tuple(parameter.shape), block, cut, parts, ".experts." in name, behind, each)
     found = parameter_shapes(spec)
     assert found is not None and dict(found) == expected
     assert list(found) == list(expected)

@@ -35,7 +35,7 @@ MORE = [
     ("layout.cp=2", "layout.cp_method=ring", "layout.tp=2", "layout.sp=true"),
     ("layout.cp=4", "layout.cp_method=ulysses"),
     ("layout.pp=2", "batch.accumulation=4", 'layout.pp_schedule="gpipe"', "layout.zero=3"),
-    ("layout.pp=2", "batch.accumulation=4", "layout.tp=2", "layout.sp=true", "model.tied=true"),
+    ("layout.pp=2", "layout.tp=2", "layout.sp=true", "model.tied=true"),
     ("layout.pp=2", "batch.accumulation=4", "model.layers=4", 'layout.pp_schedule="zbv"', "layout.zero=1"),
     ("layout.pp=4", "batch.accumulation=8", "model.layers=4"),
     ("layout.recompute=full", "layout.bucket_mib=0.01"),
@@ -51,6 +51,12 @@ MORE = [
     (MOE, "layout.zero=3", "layout.ep=2", "layout.dp_shard=2", "layout.dp_replicate=2"),
     (MOE, "layout.zero=2", "layout.ep=4", "layout.tp=2", "layout.sp=true"),
     (MOE, "layout.cp=2", "layout.ep=2"),
+    (MOE, "layout.pp=2", "layout.tp=2", "layout.sp=true", "layout.ep=2"),
+    (MOE, "layout.pp=2", "layout.zero=3", "layout.ep=2"),
+    (
+        *(MOE, "model.moe.balance=loss", "layout.pp=2", "model.layers=4"),
+        *('layout.pp_schedule="zbv"', "layout.zero=1"),
+    ),
     (
         MOE,
         "layout.tp=2",
@@ -83,10 +89,9 @@ def compare(ranks, sets):
     assert [told(each, routed) for each in rehearsed.traffic] == [told(each, routed) for each in traffic]
     assert rehearsed.state == rank_bytes(rehearsal_jobs.asked(sets, 4), 0)
     in_memory = most - rehearsed.peak_state["on disk"]  # a mapped file is a tensor, too
-    # What is under way between ranks is held a little longer in a real step, sometimes; between stages more is.
+    # What is under way between ranks is held a little longer in a real step, sometimes.
     slack = 0.1 if routed else 0.0  # tokens go where they choose to
-    least = 0.88 if any(setting.startswith("layout.pp=") for setting in sets) else 0.94
-    assert (least - slack) * in_memory <= rehearsed.peak_bytes <= (1.01 + slack) * in_memory + BATCH_BYTES
+    assert (0.94 - slack) * in_memory <= rehearsed.peak_bytes <= (1.01 + slack) * in_memory + BATCH_BYTES
     assert (
         rehearsed.peak_bytes
         == sum(rehearsed.peak_state.values())

@@ -145,6 +145,13 @@ def test_reading_needs_no_large_model(small):
     assert smallest_model(spec).model.vocabulary == spec.model.vocabulary
 
 
+def test_ranks_of_a_pipeline_read_the_same(small, tmp_path):
+    moe = "model.moe={experts=4, top_k=2}"
+    spec = small("layout.pp=2", "layout.pp_split=[1,1]", "batch.micro_batch=2", "batch.accumulation=4", moe)
+    document = verify_coverage(spec, 2, out=tmp_path)
+    assert (document["verdict"], document["duplicates"], document["missing"]) == ("pass", 0, 0)
+
+
 def ledgers_of(schedule, steps):
     made = []
     for rank in range(schedule.degree):

@@ -69,11 +69,15 @@ class Meeting(nn.Module):
 
 
 class Stacks(nn.Module):
-    """Experts whose parameters are stacks, [experts, ...] each. experts: how many there are, wherever they lie."""
+    """Experts whose parameters are stacks, [experts, ...] each.
 
-    def __init__(self, experts: int) -> None:
+    experts: how many there are, wherever they lie. each: how many of them a token goes to, by which a pipeline's stages
+    are cut to cost alike; None: all.
+    """
+
+    def __init__(self, experts: int, each: int | None = None) -> None:
         super().__init__()
-        self.experts = experts
+        self.experts, self.each = experts, each or experts
 
 
 def read(counts: Tensor, total: int) -> list[int]:

@@ -31,7 +31,7 @@ class Experts(Stacks):
     """All routed experts, their weights in stacks: up and gate [E, F, H], down [E, H, F]."""
 
     def __init__(self, spec: DecoderSpec, moe: MoeSpec) -> None:
-        super().__init__(moe.experts)
+        super().__init__(moe.experts, moe.top_k)
         hidden, width, experts = expert_width(spec), spec.width, moe.experts
         inward = {"gate": (hidden, width)} if spec.ffn == "swiglu" else {}
         shapes = inward | {"up": (hidden, width), "down": (width, hidden)}

@@ -21,9 +21,9 @@ from fourfold.parallel.context_parallel import ContextParallel
 from fourfold.parallel.data_parallel import Alone, Replicas, moved
 from fourfold.parallel.every_block import EveryBlock
 from fourfold.parallel.expert_parallel import expert_parallel
-from fourfold.parallel.mesh import sub_mesh
+from fourfold.parallel.mesh import stage_group, sub_mesh
 from fourfold.parallel.offload import home
-from fourfold.parallel.pipeline import Around, Pair, Pipeline, Weigh
+from fourfold.parallel.pipeline import Around, Factor, Pair, Pipeline, Weigh
 from fourfold.parallel.recompute import recompute, told_by_block
 from fourfold.parallel.rehearsed_replicas import replicas
 from fourfold.parallel.sharded import Sharded, replaced
@@ -88,11 +88,12 @@ class Parallel:
         """What this rank computes of a microbatch of its samples: all of it, or some tokens of each row."""
         return batch if self.context is None else self.context.own(batch)
 
-    def run(self, batches: Sequence[Batch], weigh: Weigh, around: Around) -> list[Pair]:
+    def run(self, batches: Sequence[Batch], weigh: Weigh, factor: Factor, around: Around) -> list[Pair]:
         """Forward and backward of all microbatches of a step; the loss of each as (sum, count), 0 where it is not.
 
-        weigh: from the sum of a microbatch's loss to what its backward begins with. around: entered for each forward,
-        by the number of its microbatch. Afterwards every gradient is the sum over all samples of the step.
+        weigh: from the sum of a microbatch's loss to what its backward begins with. factor: what it multiplies it with,
+        asked for when a backward begins without the loss. around: entered for each forward, by the number of its
+        microbatch. Afterwards every gradient is the sum over all samples of the step.
         Collectives: those of the modules and stages; the gradients' reduction, in the last backward or in each.
         Raises CheckFailed where a gradient was left unreduced.
         """
@@ -101,7 +102,7 @@ class Parallel:
             if self.tied is not None:
                 self.tied.follow()
             with self._cut(), told_by_block(self.network):
-                pairs = self.pipeline.run(batches, weigh, around)
+                pairs = self.pipeline.run(batches, weigh, factor, around)
             if self.context is not None:
                 self.context.check()
         else:
@@ -195,7 +196,6 @@ def parallelize(
     grid = Grid.of(layout)
     place = grid.coordinate(rank)
     network, kit = module.module, module.kit
-    balance = Balance(network)
 
     context = None
     if grid.cp > 1:
@@ -227,7 +227,7 @@ def parallelize(
         stages.tied,
         tuple(reductions),
         GradientNorm(grid, rank, stages.tied),
-        balance,
+        Balance(stages.network, stage_group(grid, device.type)),
         joined,
         trail,
     )

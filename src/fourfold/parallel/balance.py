@@ -22,9 +22,11 @@ class Balanced(Protocol):
 
 
 class Balance:
-    """The corrections of one network, the same on every rank."""
+    """The corrections of what one rank has of a network, the same on every rank that has it."""
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        """group: the ranks that have the same of it; None: all have all."""
+        self._group = group
         modules = (module for module in network.modules() if isinstance(module, Balanced))
         self.modules: Sequence[Balanced] = [module for module in modules if module.correction is not None]
 
@@ -36,7 +38,8 @@ class Balance:
     def update(self) -> None:
         """After a step that updates: move every correction.
 
-        Collectives: one all-reduce over the world of an integer for each expert of each layer, if there are any.
+        Collectives: one all-reduce of an integer for each expert of each layer here, if there are any: over the ranks
+        that have the same stages of a pipeline, or over the world.
         """
         if not self.modules:
             return
@@ -45,8 +48,8 @@ class Balance:
             for module in self.modules
         ]
         total = torch.cat(loads)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(total)
+        if dist.is_initialized() and dist.get_world_size(self._group) > 1:
+            dist.all_reduce(total, group=self._group)
         for module, load in zip(self.modules, torch.split(total, [len(load) for load in loads]), strict=True):
             module.rebalance(load)
         self.begin()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fourfold.data.batch import Batch
+from fourfold.models.carried import loss_elsewhere
 from fourfold.models.protocol import ModelKit, StagedKit
 from fourfold.parallel.data_parallel import Alone, Replicas
 from fourfold.parallel.mesh import sub_mesh
@@ -38,6 +39,7 @@ from fourfold.spec.schedules import SCHEDULES, rank_of, stages_in_all
 from fourfold.spec.training import LayoutSpec, PrecisionSpec
 
 Weigh = Callable[[Tensor], Tensor]
+Factor = Callable[[], float]
 Around = Callable[[int], AbstractContextManager[None]]
 Pair = tuple[Tensor, Tensor]
 
@@ -57,6 +59,7 @@ class _Step:
 
     batches: Sequence[Batch]
     around: Around
+    factor: Factor
     pairs: dict[int, Pair] = field(default_factory=dict)
 
 
@@ -74,11 +77,16 @@ class _Shell(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """torch's stage, with the reduction of this rank's replicas and shards around each backward."""
+    """torch's stage, with the reduction of this rank's replicas and shards around each backward.
 
-    def __init__(self, shell: _Shell, part: Part, splits: bool, **told: Any) -> None:
+    begins: told before a backward that does not begin with the loss.
+    """
+
+    def __init__(
+        self, shell: _Shell, part: Part, splits: bool, begins: Callable[[], Any], **told: Any
+    ) -> None:
         super().__init__(shell, part.index, **told)
-        self._reduction, self._splits = part.reduction, splits
+        self._reduction, self._splits, self._begins = part.reduction, splits, begins
 
     # Whether shapes are to be found out is decided over all stages, by messages: they are known here.
     def _warmup_forward_vote(self, has_backward: bool, received_acc: Any = None) -> Any:  # noqa: ARG002
@@ -90,6 +98,8 @@ class _Stage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
+        if not self.is_last:
+            self._begins()
         with self._reduction.microbatch(last_backward):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
@@ -141,7 +151,7 @@ class Pipeline:
         self._tp = sub_mesh(grid, device.type, "tp") if grid.tp > 1 else None
         self._group, self._here = mesh.get_group(), mesh.get_local_rank()
         self._stages = stages_in_all(layout)
-        self._step = _Step((), lambda _: _nothing())
+        self._step = _no_step()
         self._weigh: Weigh = lambda total: total
         self._schedule: _Scheduled | None = None
 
@@ -150,14 +160,16 @@ class Pipeline:
         """Whether this rank computes the loss."""
         return any(part.index == self._stages - 1 for part in self.parts)
 
-    def run(self, batches: Sequence[Batch], weigh: Weigh, around: Around) -> list[Pair]:
+    def run(self, batches: Sequence[Batch], weigh: Weigh, factor: Factor, around: Around) -> list[Pair]:
         """Forward and backward of all microbatches of a step; gives the loss of each as (sum, count), or zeros.
 
         weigh: from the sum of a microbatch's loss to what its backward begins with; called on the rank of the last
-        stage. around: entered for each forward of a microbatch, by its number.
+        stage. factor: what it multiplies it with, the same for every microbatch; asked for before each backward of the
+        other stages, and where a part of the loss is theirs. around: entered for each forward of a microbatch, by its
+        number.
         Collectives: those of the module, and of the data-parallel reduction of each stage.
         """
-        self._step, self._weigh = _Step(batches, around), weigh
+        self._step, self._weigh = _Step(batches, around, factor), weigh
         schedule = self._scheduled(len(batches), self._shape(batches[0]))
         numbers = list(range(len(batches)))
         for stage in schedule.stages:
@@ -177,13 +189,13 @@ class Pipeline:
                 raise error.__cause__ from None
             raise
         pairs = [self._step.pairs.get(micro) or self._none() for micro in range(len(batches))]
-        self._step = _Step((), around)
+        self._step = _no_step()
         return pairs
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Pair:
         """The loss of one microbatch as (sum, count), without a backward; zeros where the last stage is not here."""
-        self._step = _Step([batch], lambda _: _nothing())
+        self._step = _no_step([batch])
         sent: list[tuple[dist.Work, Tensor]] = []
         stream: Tensor | None = None
         for part in self.parts:
@@ -202,13 +214,17 @@ class Pipeline:
     def computed(self, part: Part, micro: int, stream: Tensor | None) -> Tensor:
         """What a stage gives for a microbatch: the stream as it is sent, or the sum of the loss."""
         batch = self._step.batches[micro]
-        with self._step.around(micro):
+        with self._step.around(micro), self._loss_of(part):
             given = part.module(batch, None if stream is None else self._entered(stream, batch))
         if isinstance(given, Tensor):
             return self._leaving(given, batch)
         total, count = given
         self._step.pairs[micro] = (total.detach(), count.detach())
         return total  # type: ignore[no-any-return]
+
+    def _loss_of(self, part: Part) -> AbstractContextManager[None]:
+        """Around the forward of a stage: backward comes to the loss first, or begins with what was received."""
+        return nullcontext() if part.index + 1 == self._stages else loss_elsewhere(self._step.factor)
 
     def _entered(self, stream: Tensor, batch: Batch) -> Tensor:
         """What was received, as the modules take it: cut between tensor-parallel ranks, or whole on each."""
@@ -256,6 +272,7 @@ class Pipeline:
                 _Shell(self, part),
                 part,
                 SCHEDULES[name].splits,
+                lambda: self._step.factor(),
                 num_stages=self._stages,
                 device=self._device,
                 input_args=(stream,) if part.index else (),
@@ -277,9 +294,9 @@ class Pipeline:
         return nothing, nothing.long()
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+def _no_step(batches: Sequence[Batch] = ()) -> _Step:
+    """Between two steps, or for a forward without a backward."""
+    return _Step(batches, lambda _: nullcontext(), lambda: 1.0)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointError,
     CheckpointPolicy,
     checkpoint,
@@ -52,6 +53,10 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {
         "_c10d_functional.all_to_all_single",
     ),
 }
+# Names of passages, for a profiler: FSDP2 gives them where it gathers, and experts are gathered inside of a block. That
+# is not as often when it is computed again, always, and torch counts operations to find what was kept.
+_PASSAGES: Any = (torch.ops.profiler._record_function_enter_new, torch.ops.profiler._record_function_exit)
+SAC_IGNORED_OPS.update(getattr(passage, name) for passage in _PASSAGES for name in passage.overloads())
 _NONE = typed("layout.recompute", '"none"')
 # What torch says where a block that is computed again asks for other operations than it did at first.
 _OTHERS = ("encountered during backward", "selective activation checkpoint")

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fourfold.models.exchange import Stacks
 from fourfold.models.protocol import LossModule, ModelKit, StagedKit, StageModule
 from fourfold.parallel.mesh import ends_group
 from fourfold.parallel.narrow import rounded
@@ -100,7 +101,11 @@ def cut_of(network: nn.Module, kit: ModelKit, layout: LayoutSpec) -> Cut:
         raise SpecError(_too_few(layout, len(blocks), stages))
     before, after = kit.ends(network)
     _check_ends(network, blocks, before, after)
-    shapes = {name: p.shape for name, p in network.named_parameters(remove_duplicate=False)}
+    stacks = {name: module.each for name, module in network.named_modules() if isinstance(module, Stacks)}
+    shapes = {
+        name: (each, *p.shape[1:]) if (each := stacks.get(name.rpartition(".")[0])) else tuple(p.shape)
+        for name, p in network.named_parameters(remove_duplicate=False)
+    }
     last = cost_of(shape for name, shape in shapes.items() if _inside(name, after))
     keep = [
         [blocks[at] for at in span] for span in blocks_of_stages(layout, block_costs(blocks, shapes), last)

@@ -19,7 +19,8 @@ class Shape:
     """One parameter. block: the index of the block it is in; None outside of the blocks; after: behind all of them.
 
     cut: the dim that tensor parallel cuts; None: whole on every rank. parts: equal parts along it that are never cut;
-    with fewer parts than ranks it is whole on every rank. stack: dim 0 is that of routed experts.
+    with fewer parts than ranks it is whole on every rank. stack: dim 0 is that of routed experts, of which a token goes
+    to `each`.
     """
 
     size: tuple[int, ...]
@@ -28,6 +29,12 @@ class Shape:
     parts: int | None = None
     stack: bool = False
     after: bool = False
+    each: int = 1
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """What of it one token meets."""
+        return (self.each, *self.size[1:]) if self.stack else self.size
 
 
 def parameter_shapes(model: ModelSpec) -> Mapping[str, Shape] | None:
@@ -78,7 +85,8 @@ def _decoder(model: DecoderSpec) -> Iterator[tuple[str, Shape]]:
             yield from _feed_forward(f"{at}.ffn", model, ffn_width(model), index)
             continue
         yield f"{at}.ffn.routed.router", Shape((model.moe.experts, width), index)
-        yield from _experts(f"{at}.ffn.routed.experts", model, model.moe.experts, index)
+        stacks = _experts(f"{at}.ffn.routed.experts", model, model.moe.experts, index)
+        yield from ((name, replace(shape, each=model.moe.top_k)) for name, shape in stacks)
         if model.moe.shared_experts:
             yield from _feed_forward(f"{at}.ffn.shared", model, shared_width(model), index)
     yield from ((name, replace(shape, after=True)) for name, shape in _norm("norm", width, model.norm, None))

@@ -58,13 +58,13 @@ def blocks_of_stages(layout: LayoutSpec, costs: Sequence[int], last: int) -> lis
 def cost_of(shapes: Iterable[Sequence[int]]) -> int:
     """What a part of the network costs: elements of its matrices, each taken times something for every token.
 
-    Embeddings are looked up, and are left out by the caller.
+    Embeddings are looked up, and are left out by the caller; of a stack of experts it gives those that a token goes to.
     """
     return sum(prod(shape) for shape in shapes if len(shape) > 1)
 
 
 def block_costs(blocks: Sequence[str], shapes: Mapping[str, Sequence[int]]) -> list[int]:
-    """The cost of each of `blocks` (names), by the `shapes` of the network's parameters."""
+    """The cost of each of `blocks` (names), by the `shapes` of the network's parameters, as one token meets them."""
     return [
         cost_of(shape for name, shape in shapes.items() if name.startswith(f"{block}.")) for block in blocks
     ]
@@ -78,7 +78,7 @@ def held_by(layout: LayoutSpec, shapes: Mapping[str, Shape], place: int, tied: b
     if layout.pp == 1:
         return list(shapes)
     blocks = 1 + max(shape.block for shape in shapes.values() if shape.block is not None)
-    costs = [cost_of(shape.size for shape in shapes.values() if shape.block == at) for at in range(blocks)]
+    costs = [cost_of(shape.active for shape in shapes.values() if shape.block == at) for at in range(blocks)]
     last = cost_of(shape.size for name, shape in shapes.items() if shape.after or (tied and name == TIED))
     spans, stages = blocks_of_stages(layout, costs, last), stages_of(layout, place)
     mine = {block for stage in stages for block in spans[stage]}

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fourfold.plan.parameters import CORRECTION, parameter_terms
+from fourfold.plan.parameters import router_correction
 from fourfold.plan.shapes import Shape, parameter_shapes
 from fourfold.plan.stages import TIED, held_by
 from fourfold.spec.boxes import shard_range, stack_dim
@@ -75,7 +75,7 @@ def rank_bytes(spec: Spec, rank: int) -> Mapping[Instant, Mapping[Category, int]
     padded = each * sum(part.padded for part in parts)
     twins = sum((part.padded if engine == "zero" else part.whole) for part in twins_of(spec, rank))
     held = {"parameters": (padded if engine == "zero" else whole) + each * twins}
-    corrections = each * _corrections(spec)
+    corrections = each * _corrections(spec, rank)
     held["other"] = corrections
     if layout.offload == "disk":
         held["on disk"] = max(_in_file(parts, each), ALIGNED_BYTES)
@@ -120,8 +120,7 @@ def parts_of(spec: Spec, rank: int) -> list[Part] | None:
         return None
     grid = Grid.of(spec.layout)
     shards = grid.degree("fsdp") if spec.layout.zero else 0
-    here = held_by(spec.layout, shapes, grid.coordinate(rank)["pp"], _is_tied(spec))
-    return [_part(shapes[name], grid, rank, shards) for name in here]
+    return [_part(shapes[name], grid, rank, shards) for name in _held(spec, shapes, rank)]
 
 
 def twins_of(spec: Spec, rank: int) -> list[Part]:
@@ -133,6 +132,12 @@ def twins_of(spec: Spec, rank: int) -> list[Part]:
     if not ends <= {*stages_of(layout, grid.coordinate(rank)["pp"])}:
         return []
     return [_part(shapes[TIED], grid, rank, grid.degree("fsdp") if layout.zero else 0)]
+
+
+def _held(spec: Spec, shapes: Mapping[str, Shape], rank: int) -> list[str]:
+    """The parameters of the stages of `rank`, by name."""
+    place = Grid.of(spec.layout).coordinate(rank)["pp"]
+    return held_by(spec.layout, shapes, place, _is_tied(spec))
 
 
 def _is_tied(spec: Spec) -> bool:
@@ -156,9 +161,12 @@ def _part(shape: Shape, grid: Grid, rank: int, shards: int) -> Part:
     return Part(shape.block, whole, own * row, first * row, shards)
 
 
-def _corrections(spec: Spec) -> int:
-    """Elements of the buffers by which routers are balanced: whole on every rank."""
-    return (parameter_terms(spec.model) or {}).get(CORRECTION, 0)
+def _corrections(spec: Spec, rank: int) -> int:
+    """Elements of the buffers by which routers are balanced: whole on every rank of their stage."""
+    shapes = parameter_shapes(spec.model) or {}
+    routers = {shapes[name].block for name in _held(spec, shapes, rank) if shapes[name].stack}
+    moe = spec.model.moe if isinstance(spec.model, DecoderSpec) else None
+    return 0 if moe is None else len(routers) * router_correction(moe)
 
 
 def _gathered(parts: Iterable[Part]) -> int:

@@ -184,13 +184,6 @@ RULES: tuple[Rule, ...] = (
         ("checkpoint.allow_missing", "checkpoint.allow_surplus"),
         rules_training.tensors_named,
     ),
-    Rule(
-        "experts in one stage",
-        ("layout.pp", "model.moe"),
-        rules_experts.experts_without_stages,
-        "train",
-        "not built",
-    ),
     *(Rule(f"{row.key} not trained yet", (row.key,), row, "train", "not built") for row in PLANNED),
 )
 

@@ -49,7 +49,7 @@ def ulysses_divides_heads(spec: Spec) -> Problem | None:
     if heads % layout.cp == 0 and (kv % layout.cp == 0 or layout.cp % kv == 0):
         return None
     # Of the degrees that leave whole ranks to another axis the largest, if it cuts at all.
-    fewer = [n for n in divisors(layout.cp) if 1 < n and heads % n == 0 and (kv % n == 0 or n % kv == 0)]
+    fewer = [n for n in divisors(layout.cp) if n > 1 and heads % n == 0 and (kv % n == 0 or n % kv == 0)]
     of_rank = " on a tensor-parallel rank" if layout.tp > 1 else ""
     return Problem(
         asked=f'layout.cp_method = "ulysses" with layout.cp = {layout.cp}',

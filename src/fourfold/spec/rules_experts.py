@@ -34,19 +34,6 @@ def moe_counts(spec: Spec) -> Problem | None:
     return None
 
 
-def experts_without_stages(spec: Spec) -> Problem | None:
-    """Stages without the loss would have to know its factor for the auxiliary part, and all of them the load."""
-    if spec.layout.pp == 1 or moe_of(spec) is None:
-        return None
-    return Problem(
-        asked=f"train a mixture of experts with layout.pp = {spec.layout.pp}",
-        found="experts in stages, which are not built yet",
-        why="the auxiliary loss has its factor from the loss, and that is on another stage",
-        instead="--set layout.pp=1"
-        + (" --set layout.dp_replicate=auto" if spec.layout.dp_replicate != "auto" else ""),
-    )
-
-
 def balance_is_used(spec: Spec) -> Problem | None:
     """A weight is of the loss, a speed of the correction."""
     moe = moe_of(spec)

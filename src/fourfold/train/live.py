@@ -61,7 +61,9 @@ class LiveBytes(Operations):
         """See `Operations.run`."""
         result = super().run(func, args, kwargs)
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
+            if (
+                isinstance(leaf, Tensor) and leaf.device.type != "meta"
+            ):  # which has no memory, as of other stages
                 self._know(leaf)
         self._operation += 1
         if self.now > self.most:

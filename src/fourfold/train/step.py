@@ -92,17 +92,21 @@ def accumulate(
         with autocast(spec.precision, training.device):
             yield
 
-    def weighed(loss_sum: Tensor) -> Tensor:
+    def factor() -> float:
         nonlocal totals
         if totals is None:
             totals = pending.wait()
         training.beat(step, "backward")
-        check_loss(loss_sum)
-        return loss_sum * (weight * training.scale.value / max(totals.count, 1))
+        return weight * training.scale.value / max(totals.count, 1)
 
-    pairs = parallel.run([batch.to(training.device, float_dtype) for batch in batches], weighed, around)
-    if totals is None:  # the loss is on another stage
-        totals = pending.wait()
+    def weighed(loss_sum: Tensor) -> Tensor:
+        of_loss = factor()
+        check_loss(loss_sum)
+        return loss_sum * of_loss
+
+    moved = [batch.to(training.device, float_dtype) for batch in batches]
+    pairs = parallel.run(moved, weighed, factor, around)
+    assert totals is not None, "there is a backward on every rank"
     if training.scale.dynamic:
         held = [local(p.grad) for p in training.model.parameters() if p.grad is not None]
         training.scale.unscale(held, after)

@@ -8,6 +8,7 @@ import numpy as np
 
 from fourfold.data import loader as data_loader
 from fourfold.spec.model import DecoderSpec, MlpSpec, MoeSpec
+from fourfold.spec.schedules import stages_in_all
 from fourfold.spec.spec import Spec
 from fourfold.train import setup as train_setup
 from fourfold.train.setup import Training
@@ -47,12 +48,13 @@ def deliver(spec: Spec, steps: int) -> Delivery:
 def smallest_model(spec: Spec) -> Spec:
     """The Spec with a model that takes the same data and no memory to speak of: reading asks nothing more of it.
 
-    Under tensor parallel each rank has one head, under expert parallel one expert. A user's own model stays as it is.
+    Under tensor parallel each rank has one head, under expert parallel one expert; a stage of a pipeline has one layer.
+    A user's own model stays as it is.
     """
-    model, tp, ep = spec.model, spec.layout.tp, spec.layout.ep
+    model, tp, ep, stages = spec.model, spec.layout.tp, spec.layout.ep, stages_in_all(spec.layout)
     if isinstance(model, DecoderSpec):
         small: dict[str, object] = {
-            "layers": 1,
+            "layers": stages,
             "width": 2 * tp,
             "heads": tp,
             "kv_heads": tp,
@@ -60,10 +62,12 @@ def smallest_model(spec: Spec) -> Spec:
         }
         experts = MoeSpec(experts=ep, top_k=1, expert_width=tp) if ep > 1 else None
         small |= {"head_width": 2, "moe": experts, "mla": None, "mtp_layers": 0}
-        return spec.model_copy(update={"model": model.model_copy(update=small)})
-    if isinstance(model, MlpSpec):
-        return spec.model_copy(update={"model": model.model_copy(update={"hidden": tp, "layers": 1})})
-    return spec
+    elif isinstance(model, MlpSpec):
+        small = {"hidden": tp, "layers": stages}
+    else:
+        return spec
+    one_each = spec.layout.model_copy(update={"pp_split": None, "wrap": 1, "prefetch": 0})
+    return spec.model_copy(update={"model": model.model_copy(update=small), "layout": one_each})
 
 
 def _validation(training: Training) -> Ids:

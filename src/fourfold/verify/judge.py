@@ -187,10 +187,17 @@ class Judge:
         """Of routers that have any: integers decide how they move, so they are the same to the bit."""
         if not reference.corrections and not any(rank.corrections for rank in ranks):
             return
-        wrong = [n for n, rank in enumerate(ranks) if rank.corrections != dict(reference.corrections)]
+        here = [  # of the routers that a rank has, by their other tensors
+            {name for name in reference.corrections if _has(rank, name.rpartition(".")[0])} for rank in ranks
+        ]
+        wrong = [
+            number
+            for number, (rank, names) in enumerate(zip(ranks, here, strict=True))
+            if rank.corrections != {name: reference.corrections[name] for name in names}
+        ]
         self._add(
             "the corrections that balance the routers' experts after the last step",
-            "those of one device on every rank, to the bit",
+            "those of one device on every rank that has the router, to the bit",
             f"others on rank {', '.join(map(str, wrong))}"
             if wrong
             else f"equal: {len(reference.corrections)} routers",
@@ -249,6 +256,11 @@ class Judge:
 
     def _open(self, claim: str, why: str, would_test: str) -> None:
         self.findings.append(not_tested(claim, why, would_test))
+
+
+def _has(rank: RankGaps, module: str) -> bool:
+    """Whether a rank has a part of a module."""
+    return any(name.startswith(f"{module}.") for name in rank.boxes)
 
 
 def _loss_gap(ranks: Iterable[RankGaps], reference: Reference, step: int) -> float:

@@ -11,11 +11,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fourfold.models import mixture
+from fourfold.models.carried import loss_elsewhere
 from fourfold.models.mixture import Routed
+from fourfold.parallel import apply, pipeline
 from fourfold.parallel.apply import Parallel
 from fourfold.parallel.balance import Balance
 from fourfold.parallel.clip import GradientNorm, local
 from fourfold.parallel.expert_parallel import Spread
+from fourfold.parallel.pipeline import Part, Pipeline
 from fourfold.parallel.stream_experts import CutExperts
 
 
@@ -115,3 +118,34 @@ def load_of_one_rank() -> None:
         self.begin()
 
     Balance.update = alone
+
+
+def stages_without_the_factor() -> None:
+    """The auxiliary loss of a stage that has no loss is added as it is: with 1 in the place of 1 / count."""
+    pipeline.loss_elsewhere = lambda _: loss_elsewhere(lambda: 1.0)
+
+
+def factor_by_microbatches() -> None:
+    """It has the factor of a mean over microbatches, which the loss has not."""
+
+    def divided(self: Pipeline, part: Part) -> Any:
+        step = self._step
+        return loss_elsewhere(lambda: step.factor() / len(step.batches))
+
+    Pipeline._loss_of = divided
+
+
+def auxiliary_of_the_last_stage_alone() -> None:
+    """Stages without the loss leave the auxiliary loss out."""
+    pipeline.loss_elsewhere = lambda _: loss_elsewhere(lambda: 0.0)
+
+
+def load_of_own_tokens_in_a_stage() -> None:
+    """Ranks that have the same stages do not sum their loads: each has a group of its own."""
+    made = apply.Balance
+    apply.Balance = lambda network, _: made(network, _alone())
+
+
+def _alone() -> dist.ProcessGroup:
+    own, _ = dist.new_subgroups_by_enumeration([[rank] for rank in range(dist.get_world_size())])
+    return own
