@@ -20,6 +20,7 @@ from fourfold.models.protocol import LossModule, ModelKit
 from fourfold.parallel.apply import Parallel, parallelize
 from fourfold.parallel.clip import local, scale
 from fourfold.parallel.initial import fill_boxes
+from fourfold.spec.huggingface import vocabulary_of
 from fourfold.spec.model import DecoderSpec, MlpSpec
 from fourfold.spec.training import LayoutSpec, OptimizerSpec
 from fourfold.train.optimizer import Optimizer
@@ -108,7 +109,8 @@ def part(kit: ModelKit, number: int, step: int, tokens: int, packed: bool) -> Ba
             targets = torch.randint(asked.outputs, (2,), generator=generator)
         valid = torch.tensor([True, number % 2 == 0])
         return Batch(inputs, targets, valid, None, processed=2, nonpadding=2, **more)
-    tokens_of = [torch.randint(asked.vocabulary, (2, tokens), generator=generator) for _ in range(2)]
+    vocabulary = getattr(asked, "vocabulary", None) or vocabulary_of(asked)[1]
+    tokens_of = [torch.randint(vocabulary, (2, tokens), generator=generator) for _ in range(2)]
     valid = torch.arange(tokens).expand(2, -1) < tokens - number % 3
     documents = (torch.arange(tokens) >= tokens // 2).int().expand(2, -1).contiguous() if packed else None
     return Batch(*tokens_of, valid, documents, processed=2 * tokens, nonpadding=2 * tokens, **more)
@@ -152,7 +154,7 @@ def compare(
         total = torch.zeros((), dtype=torch.float64)
         for micro in range(micros):
             with parallel.microbatch(last=micro == micros - 1):
-                loss, _ = parallel.module(parts[micro * parallel.degree + parallel.dp_rank])
+                loss, _ = parallel.module(parallel.own(parts[micro * parallel.degree + parallel.dp_rank]))
                 (loss * (parallel.loss_factor / count)).backward()
             total += loss.detach() * parallel.counts
         parallel.finish()

@@ -27,6 +27,7 @@ TABLES: dict[str, dict[str, Rule]] = {
     "replicated": {"*": "replicate"},
     "odd": {"up.*": Heads(6), **DOWN, **WHOLE},
     "impossible": {"up.*": "column", "down.*": "row", **WHOLE},
+    "not within": {"up.*": Heads(8), **DOWN, **WHOLE, "t.*": "within heads"},
     "between": {"up.*": Heads(8), "middle.*": "replicate", **DOWN, **WHOLE},
 }
 

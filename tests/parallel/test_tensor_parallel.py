@@ -122,6 +122,12 @@ def test_a_row_that_cannot_be_is_refused(ranks):
 def test_a_whole_module_between_heads_and_row_is_refused_by_name(ranks):
     told = ranks(2).run(tensor_jobs.refusal, "between", tp(2))
     assert all('"middle"' in text and "differs from rank to rank" in text for text in told)
+    assert all('{"middle.*": "within heads"}' in text for text in told)
+
+
+def test_what_is_within_heads_and_is_given_the_stream_is_refused(ranks):
+    told = ranks(2).run(tensor_jobs.refusal, "not within", tp(2))
+    assert all('"within heads" for "t"' in text and '{"t.*": "replicate"}' in text for text in told)
 
 
 def test_a_gradient_that_is_not_summed_is_seen(ranks):

@@ -24,6 +24,7 @@ from fourfold.spec.rules import RULES, check, require
 from fourfold.spec.settle import settle
 from fourfold.spec.spec import Spec
 from fourfold.spec.training import LayoutSpec
+from tests.spec.test_rules import LLAMA
 
 unhurried = settings(deadline=None, max_examples=60)
 MLP = ("model.kind=mlp", "data.kind=synthetic", "batch.global_batch=24")
@@ -225,11 +226,15 @@ def test_a_refusal_owed_to_a_library_says_so() -> None:
             "precision.reduce=bf16",
             *("layout.zero=1", "layout.dp_shard=2", "layout.dp_replicate=2"),
         ],
+        "draws that are ours": [*LLAMA, "model.args.attention_dropout=0.1"],
+        "stages of transformers": [*LLAMA, "layout.pp=2"],
+        "tp by the model's own plan": [*LLAMA, "model.architecture=mixtral", "layout.tp=2"],
+        "tp cuts the configuration": [*LLAMA, "layout.tp=3"],
         "parameters of split backwards": ['layout.pp_schedule="zbv"', "layout.pp=2", "layout.zero=2"],
     }
     assert {rule.name for rule in RULES if rule.owed == "library"} == set(broken)
     for sets in broken.values():
-        with pytest.raises(SpecError, match=r"why: .*torch"):
+        with pytest.raises(SpecError, match=r"why: .*(torch|transformers)"):
             load_spec("tiny", sets)
 
 

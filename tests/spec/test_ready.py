@@ -18,6 +18,7 @@ WORLDS = {
     "tiny": (1, 2, 3, 4, 6, 8, 12, 24),
     "small": (1, 2, 4),
     "moe-tiny": (1, 2, 3, 4, 6, 8, 12, 24),
+    "hf-tiny": (1, 2, 3, 4, 6, 8, 12, 24),
     "gpt2-124m": (8,),
     "llama3-8b": (1, 8, 64, 512),
     "llama3-70b": (8, 64, 4096),
@@ -51,7 +52,7 @@ def test_legal_and_settled_on_its_worlds(name: str) -> None:
         assert check(settle(spec, world), "always") == []
 
 
-@pytest.mark.parametrize("name", ["tiny", "small", "gpt2-124m"])
+@pytest.mark.parametrize("name", ["tiny", "small", "hf-tiny", "gpt2-124m"])
 def test_what_can_be_trained(name: str) -> None:
     assert check(settle(load_spec(name).spec, WORLDS[name][-1]), "train") == []
 

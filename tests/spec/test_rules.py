@@ -27,6 +27,11 @@ VECTORS = (
     *("data.kind=synthetic", "data.inputs=3", "data.outputs=1", "data.task=regression"),
 )
 TOKENS = ("data.kind=tokens", "data.path=x")
+LLAMA = (
+    *("model.kind=huggingface", "model.architecture=llama"),
+    "model.args={hidden_size=64,intermediate_size=96,num_hidden_layers=4,num_attention_heads=4,"
+    "num_key_value_heads=2,vocab_size=256}",
+)
 OWN = ("model.kind=import", "model.target=a:b", "data.kind=synthetic")
 
 BROKEN: list[tuple[str, Sequence[str]]] = [
@@ -56,6 +61,42 @@ BROKEN: list[tuple[str, Sequence[str]]] = [
             "model.moe={experts=6, top_k=2, shared_experts=1, expert_width=5}",
         ],
     ),
+    ("a configuration of transformers", ["model.kind=huggingface"]),
+    ("a configuration of transformers", [*LLAMA, "model.architecture=lama"]),
+    ("a configuration of transformers", [*LLAMA, "model.architecture=clip_text_model"]),
+    ("a configuration of transformers", [*LLAMA, "model.config=nowhere/config.json"]),
+    ("a configuration of transformers", ["model.kind=huggingface", "model.config=nowhere/config.json"]),
+    ("a configuration of transformers", [*LLAMA, "model.args.hiden_size=32"]),
+    ("a configuration of transformers", [*LLAMA, "model.args.hidden_size=wide"]),
+    ("a configuration of transformers", [*LLAMA, "model.architecture=mamba", "model.args={}"]),
+    ("a configuration of transformers", [*LLAMA, "model.architecture=gemma3", "model.args={}"]),
+    ("tokens for a causal LM", [*LLAMA, "data.kind=synthetic"]),
+    ("draws that are ours", [*LLAMA, "model.args.attention_dropout=0.1"]),
+    ("draws that are ours", [*LLAMA, "model.architecture=gpt2", "model.args={}"]),
+    ("attention that is ours", [*LLAMA, "model.architecture=gemma2"]),
+    ("attention that is ours", [*LLAMA, 'model.args.rope_parameters={rope_type="dynamic",factor=2.0}']),
+    ("attention that is ours", [*LLAMA, "model.architecture=qwen3_next"]),
+    ("a loss over rows", [*LLAMA, "model.architecture=mixtral", "model.args.output_router_logits=true"]),
+    ("places for every token", [*LLAMA, "model.architecture=gpt2", "model.args={n_positions=64}"]),
+    ("a row for every byte", [*LLAMA, "model.args.vocab_size=255"]),
+    ("stages of transformers", [*LLAMA, "layout.pp=2"]),
+    ("experts of transformers", [*LLAMA, "layout.ep=2"]),
+    ("experts of transformers", [*LLAMA, "model.architecture=mixtral", "layout.ep=2"]),
+    ("tp by the model's own plan", [*LLAMA, "model.architecture=gpt2", "model.args={}", "layout.tp=2"]),
+    ("tp by the model's own plan", [*LLAMA, "model.architecture=mixtral", "layout.tp=2"]),
+    ("tp by the model's own plan", [*LLAMA, "model.architecture=phi3", "layout.tp=2"]),
+    ("tp cuts the configuration", [*LLAMA, "layout.tp=3"]),
+    ("tp cuts the configuration", [*LLAMA, "layout.tp=8"]),
+    (
+        "tp cuts the configuration",  # report B064: 3 key/value heads on 2 ranks
+        [
+            *(*LLAMA, "model.args.hidden_size=96", "model.args.num_attention_heads=6"),
+            *("model.args.num_key_value_heads=3", "layout.tp=2"),
+        ],
+    ),
+    ("tp cuts the configuration", [*LLAMA, "model.args.intermediate_size=97", "layout.tp=2"]),
+    ("cp of latent attention", [*LLAMA, "model.architecture=deepseek_v3", "layout.cp=2"]),
+    ("ulysses cuts the configuration", [*LLAMA, "layout.cp=8", "layout.cp_method=ulysses"]),
     ("two classes", [*MLP, "model.task=classification"]),
     ("data of the model's kind", ["model.kind=mlp"]),
     ("data of the model's kind", ["data.kind=synthetic"]),
@@ -190,6 +231,10 @@ LEGAL: list[Sequence[str]] = [
     ["layout.tp=4", "model.vocabulary=257"],
     [*TOKENS, "layout.tp=4", "model.vocabulary=7"],
     [*MLP, "layout.tp=2", "model.inputs=3", "model.outputs=5"],
+    LLAMA,
+    [*LLAMA, "layout.tp=4", "layout.sp=true", "layout.cp=2", "layout.zero=3", "layout.dp_replicate=1"],
+    [*LLAMA, "layout.tp=4", "model.args.num_key_value_heads=1"],
+    [*LLAMA, "layout.cp=4", "layout.cp_method=ulysses"],
     [*VECTORS, "layout.tp=7"],  # known once it is built
     ["layout.zero=1", "layout.dp_replicate=1"],  # of one rank: nothing to do, and no harm
     ["layout.zero=1", "layout.dp_replicate=2", "layout.cp=2"],  # zero shards over cp, too

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import tomllib
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ from cyclopts import App, Parameter
 
 from fourfold.cli.output import next_command, print_document, story, table
 from fourfold.spec.load import LoadedSpec, load_spec
-from fourfold.spec.ready import copy_ready, ready_names
+from fourfold.spec.ready import copy_ready, ready_names, ready_text
 from fourfold.spec.rules import check
 from fourfold.spec.settle import settle
 from fourfold.spec.spec import Spec
@@ -89,23 +90,15 @@ def list_(*, json: bool = False) -> None:
     json
         Print one JSON document.
     """
-    from fourfold.plan.parameters import count_parameters
-
-    specs = [load_spec(name).spec for name in ready_names()]
-    entries: list[dict[str, Any]] = [
-        {
-            "name": spec.name,
-            "use": "plan" if check(spec, "train") else "train",
-            "parameters": count_parameters(spec.model) or 0,
-            "note": spec.note,
-        }
-        for spec in specs
-    ]
+    entries = [_listed(name) for name in ready_names()]
     entries.sort(key=lambda entry: entry["parameters"])
     if json:
         print_document({"schema": "fourfold.spec.list/1", "specs": entries})
     else:
-        rows = [(e["name"], e["use"], f"{e['parameters']:,}", e["note"]) for e in entries]
+        rows = [
+            (e["name"], e["use"], f"{e['parameters']:,}" if e["parameters"] else "-", e["note"])
+            for e in entries
+        ]
         print(table(("name", "to", "parameters", ""), rows))
     next_command("fourfold spec show tiny", "fourfold spec copy tiny my.toml")
 
@@ -156,6 +149,18 @@ def copy(name: str, to: str | None = None, /, *, json: bool = False) -> None:
     else:
         print(path)
     next_command(f"fourfold spec show {shlex.quote(str(path))}")
+
+
+def _listed(name: str) -> dict[str, Any]:
+    """A ready Spec in a line. One of transformers is not loaded: that would take the extra, and seconds."""
+    from fourfold.plan.parameters import count_parameters
+
+    raw = tomllib.loads(ready_text(name))
+    if raw["model"].get("kind") == "huggingface":
+        return {"name": name, "use": "train", "parameters": 0, "note": f"{raw['note']} (extra hf)"}
+    spec = load_spec(name).spec
+    use = "plan" if check(spec, "train") else "train"
+    return {"name": name, "use": use, "parameters": count_parameters(spec.model) or 0, "note": spec.note}
 
 
 def _next(source: str, loaded: LoadedSpec, settled: Spec, world: int | None, sets: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from fourfold.data.pack import row
 from fourfold.data.sample import Sample
 from fourfold.data.source import Sources, open_sources
 from fourfold.spec.data import SyntheticDataSpec
-from fourfold.spec.model import DecoderSpec
+from fourfold.spec.huggingface import vocabulary_of
 from fourfold.spec.spec import Spec
 
 _BYTES = (
@@ -47,7 +47,7 @@ def blank_sources(spec: Spec) -> Sources:
     if isinstance(spec.data, SyntheticDataSpec):
         return open_sources(spec)
     assert spec.batch.global_batch is not None, "the Spec is settled"
-    vocabulary = spec.model.vocabulary if isinstance(spec.model, DecoderSpec) else _BYTES
+    vocabulary = vocabulary_of(spec.model)[1] or _BYTES
     tokens = np.arange(spec.data.sequence + 1, dtype=np.int64) % vocabulary
     form = row([tokens], spec.data.sequence, spec.data.attend_across_documents)
     return Sources(BlankSource(form, vocabulary, spec.batch.global_batch), None, "")

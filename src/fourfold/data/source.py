@@ -24,7 +24,8 @@ from fourfold.spec.data import (
     TokensDataSpec,
 )
 from fourfold.spec.errors import DataError, Problem
-from fourfold.spec.model import DecoderSpec, MlpSpec
+from fourfold.spec.huggingface import vocabulary_of
+from fourfold.spec.model import MlpSpec
 from fourfold.spec.rules import require
 from fourfold.spec.spec import Spec
 
@@ -114,18 +115,19 @@ def _rows(part: Part, data: TokenData, vocabulary: int) -> TokenSource:
 def _vocabulary(spec: Spec, corpora: list[Corpus]) -> int:
     """Tokens that the model knows; for a user's own model, those that the data can hold."""
     largest = max(corpus.largest for corpus in corpora)
-    if not isinstance(spec.model, DecoderSpec):
+    key, known = vocabulary_of(spec.model)
+    if known is None:
         return max(256, largest + 1)
-    if largest >= spec.model.vocabulary:
+    if largest >= known:
         raise DataError(
             Problem(
-                asked=f"model.vocabulary = {spec.model.vocabulary}",
+                asked=f"{key} = {known}",
                 found=f"token {largest} in the data",
-                why=f"the embedding has rows 0 … {spec.model.vocabulary - 1} only",
-                instead=f"--set model.vocabulary={max(256, largest + 1)}",
+                why=f"the embedding has rows 0 … {known - 1} only",
+                instead=f"--set {key}={max(256, largest + 1)}",
             )
         )
-    return spec.model.vocabulary
+    return known
 
 
 def _spans(corpus: Corpus, data: TokenData) -> tuple[str, ...]:

@@ -161,7 +161,7 @@ class Decoder(nn.Module):
         x: Tensor = self.embedding(tokens)
         if self.positions is None:
             return x
-        places = _places(tokens.shape[1] if context is None else context.length, documents, tokens.device)
+        places = places_in(tokens.shape[1] if context is None else context.length, documents, tokens.device)
         table: Tensor = self.positions(places if context is None else context.here(places, -1))
         return x + table
 
@@ -311,7 +311,7 @@ def _experts(at: str, spec: DecoderSpec) -> dict[str, Rule]:
     return table
 
 
-def _places(length: int, documents: Tensor | None, device: torch.device) -> Tensor:
+def places_in(length: int, documents: Tensor | None, device: torch.device) -> Tensor:
     """Each token's place: in its document, so that it does not matter where a document is packed, or in its row."""
     place = torch.arange(length, device=device)
     if documents is None:

@@ -26,7 +26,12 @@ class Heads(NamedTuple):
     units: int
 
 
-Rule = Literal["column", "row", "vocabulary", "replicate", "expert column", "expert row", "expert"] | Heads
+Rule = (
+    Literal[
+        "column", "row", "vocabulary", "replicate", "within heads", "expert column", "expert row", "expert"
+    ]
+    | Heads
+)
 """How tensor parallel cuts a parameter.
 
 column      a Linear's weight or bias over its outputs (dim 0); they stay one tensor (a DTensor) to what follows
@@ -34,6 +39,8 @@ Heads(n)    the same in n whole units, which come out as this rank's own plain t
 row         a Linear's weight over its inputs (dim 1); its outputs are summed
 vocabulary  an embedding or output head over the vocabulary (dim 0)
 replicate   whole on every rank
+within heads  whole on every rank, of what stands between Heads and row (a norm of each head): it takes this rank's own
+            plain tensor, and its gradient is the sum over ranks
 
 Of experts, in stacks [experts, ...] that `models.exchange` hands over: expert parallel gives each rank whole experts
 (dim 0); without it tensor parallel cuts each of them

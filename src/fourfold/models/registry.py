@@ -8,7 +8,7 @@ from fourfold.models.mlp import MlpKit
 from fourfold.models.protocol import ModelKit
 from fourfold.spec.data import SyntheticDataSpec
 from fourfold.spec.errors import Problem, SpecError
-from fourfold.spec.model import DecoderSpec, ImportSpec, MlpSpec
+from fourfold.spec.model import DecoderSpec, HuggingFaceSpec, ImportSpec, MlpSpec
 from fourfold.spec.spec import Spec
 
 
@@ -23,10 +23,15 @@ def kit_for(spec: Spec) -> ModelKit:
         return imported_kit(model)
     if isinstance(model, MlpSpec):
         return MlpKit(model)
+    across = not isinstance(spec.data, SyntheticDataSpec) and spec.data.attend_across_documents
+    if isinstance(model, HuggingFaceSpec):
+        # Here, and not above: transformers is asked only by who wants a model of it.
+        from fourfold.models.huggingface import HuggingFaceKit
+
+        return HuggingFaceKit(model, attend_across=across)
     problems = _not_built(model)
     if problems:
         raise SpecError(problems)
-    across = not isinstance(spec.data, SyntheticDataSpec) and spec.data.attend_across_documents
     return DecoderKit(model, attend_across=across)
 
 

@@ -77,17 +77,17 @@ def runs_of(length: int, ranks: int, rank: int) -> tuple[tuple[int, int], ...]:
 
 @dataclass(slots=True)
 class _Attend:
-    """Attention of one microbatch; its masks are made in the first layer, and serve all of them."""
+    """Attention of one microbatch; masks are made in the first layer that asks for them, and serve all that do."""
 
     method: _Method
     places: Places
-    _masks: list[Tensor] = field(default_factory=list)
+    _masks: dict[Mask, list[Tensor]] = field(default_factory=dict)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         self.method.met = True
-        if not self._masks:
-            self._masks = self.method.masks(self.places, mask)
-        return self.method.attend(query, key, value, self._masks)
+        if mask not in self._masks:
+            self._masks[mask] = self.method.masks(self.places, mask)
+        return self.method.attend(query, key, value, self._masks[mask])
 
 
 class _Method(ABC):

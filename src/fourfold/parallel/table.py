@@ -18,6 +18,7 @@ CUT_DIMS: Mapping[str, int | None] = {
     "row": 1,
     "vocabulary": 0,
     "replicate": None,
+    "within heads": None,
     "expert column": 1,
     "expert row": 2,
     "expert": None,
@@ -54,7 +55,7 @@ def check_table(network: nn.Module, rules: dict[str, Rule], ranks: int) -> None:
         divides = units % ranks == 0 or (isinstance(rule, Heads) and ranks % units == 0)
         if rule == "vocabulary" and not shard_range(length, ranks, ranks - 1)[1]:
             faults.append((name, _no_rows(name, length, ranks)))
-        if rule in ("replicate", "vocabulary", "expert") or (divides and length % units == 0):
+        if rule in ("replicate", "within heads", "vocabulary", "expert") or (divides and length % units == 0):
             continue
         faults.append((name, _no_parts(name, shape, units, length, ranks)))
     problems += by_pattern(faults)

@@ -8,6 +8,7 @@ section 4.2). By the rule of its weight a module
   Heads                the same, and its output comes out as this rank's plain tensor
   row                  takes what is cut over the last dim; its outputs are summed into the stream
   replicate            takes the stream as it is
+  within heads         takes this rank's own plain tensor, and computes with plain parameters
 
 as in Shoeybi et al., arXiv 1909.08053, section 3. Collectives, all on "tp": in forward an all-gather (with sequence
 parallel) of what columns take, once for all that take the same, and an all-reduce, or a reduce-scatter, after each row
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.overrides import TorchFunctionMode
 
 from fourfold.collectives.rehearsed import has_values
 from fourfold.models.boxes import box_in, box_of
@@ -136,7 +138,10 @@ def _join(module: nn.Module, joined: Joined, cut: Cut) -> None:
 
     if isinstance(module, nn.Embedding) and rule == "vocabulary":
         module.register_forward_pre_hook(lambda _, args: cut.trail.note(joined, args[0]))
-        module.forward = partial(_look_up, module, cut)  # type: ignore[method-assign]
+        if type(module).forward is nn.Embedding.forward:
+            module.forward = partial(_look_up, module, cut)  # type: ignore[method-assign]
+        else:
+            module.forward = _AroundLookUp(module, cut)  # type: ignore[method-assign, assignment]
     elif isinstance(module, nn.Embedding):
         hook(cut.whole, cut.stream)
     elif isinstance(rule, Heads):
@@ -145,6 +150,9 @@ def _join(module: nn.Module, joined: Joined, cut: Cut) -> None:
         hook(cut.whole, lambda y: y)
     elif rule == "row":
         hook(lambda x: _cut_last(x, cut), cut.stream)
+    elif rule == "within heads":
+        module.register_forward_pre_hook(lambda _, args: cut.trail.note(joined, args[0] if args else None))
+        module.forward = _OnOwn(joined, module)
     else:
         hook(_lifted(joined, cut), lambda y: y)
 
@@ -153,6 +161,30 @@ def _cut_last(x: Tensor, cut: Cut) -> DTensor:
     if isinstance(x, DTensor):
         return x.redistribute(cut.mesh, [Shard(x.ndim - 1)])
     return DTensor.from_local(x, cut.mesh, [Shard(x.ndim - 1)], run_check=False)
+
+
+class _OnOwn:
+    """The forward of a module between Heads and row: on plain tensors, with its parameters as plain ones.
+
+    Each rank has other heads, so that the gradient of a parameter is the sum over ranks of what each computes: its
+    placement says so, and whoever reduces gradients adds them up.
+    """
+
+    def __init__(self, joined: Joined, module: nn.Module) -> None:
+        self._joined, self._module, self._forward = joined, module, module.forward
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        if any(isinstance(x, DTensor) for x in args):
+            raise SpecError(_not_within(self._joined))
+        held: dict[str, Any] = self._module._parameters
+        whole = dict(held)
+        try:
+            for key, parameter in whole.items():
+                if isinstance(parameter, DTensor):
+                    held[key] = parameter.to_local(grad_placements=[Partial()])
+            return self._forward(*args, **more)
+        finally:
+            held.update(whole)
 
 
 def _own_units(joined: Joined, rule: Heads, cut: Cut) -> Callable[[DTensor], Tensor]:
@@ -195,6 +227,30 @@ def _look_up(module: nn.Embedding, cut: Cut, tokens: Tensor) -> DTensor:
     return cut.stream(DTensor.from_local(found, cut.mesh, [Partial()], run_check=False))
 
 
+class _AroundLookUp:
+    """The forward of an embedding that does more than look up, as to scale what it finds: the rest stays its own."""
+
+    def __init__(self, module: nn.Embedding, cut: Cut) -> None:
+        self._module, self._cut, self._forward = module, cut, module.forward
+
+    def __call__(self, tokens: Tensor) -> Any:
+        with _LookedUp(self._module, self._cut):
+            return self._forward(tokens)
+
+
+class _LookedUp(TorchFunctionMode):
+    def __init__(self, module: nn.Embedding, cut: Cut) -> None:
+        super().__init__()
+        self._module, self._cut = module, cut
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.embedding and args[1] is self._module.weight:
+            return _look_up(self._module, self._cut, args[0])
+        return func(*args, **(kwargs or {}))
+
+
 def _lifted(joined: Joined, cut: Cut) -> Callable[[Any], Any]:
     """For a module that is whole on every rank: a plain tensor that it is given must be the same on all of them."""
     seen = False
@@ -220,8 +276,17 @@ def _same(x: Tensor, cut: Cut) -> bool:
     return not has_values(both) or float(both[0]) == float(-both[1])
 
 
+def _not_within(joined: Joined) -> Problem:
+    return Problem(
+        asked=f'"within heads" for "{joined.name}"',
+        found="it is given the stream, which is the same on all ranks",
+        why="its gradient would be added up over ranks that have computed the same one",
+        instead=typed({f"{pattern_of(joined.name)}.*": "replicate"}),
+    )
+
+
 def _between(joined: Joined) -> Problem:
-    instead = "use functions without parameters there"
+    instead = typed({f"{pattern_of(joined.name)}.*": "within heads"})
     return Problem(
         asked=f'"{joined.name}" whole on every tensor-parallel rank ("replicate")',
         found="what it is given differs from rank to rank",

@@ -29,14 +29,14 @@ without them it is 671,026,404,352.
 from __future__ import annotations
 
 from fourfold.spec.errors import Problem, SpecError
-from fourfold.spec.model import DecoderSpec, ImportSpec, MlaSpec, MlpSpec, ModelSpec, MoeSpec
+from fourfold.spec.model import DecoderSpec, HuggingFaceSpec, ImportSpec, MlaSpec, MlpSpec, ModelSpec, MoeSpec
 from fourfold.spec.widths import expert_width, ffn_width, head_width, shared_width
 
 CORRECTION = "router correction"  # the one term no gradient moves
 
 
 def count_parameters(model: ModelSpec) -> int | None:
-    """Parameters of the whole model on one device, each tied tensor once; None for an imported model.
+    """Parameters of the whole model on one device, each tied tensor once; None where only building it tells.
 
     Raises SpecError for learned positions without `max_sequence`.
     """
@@ -45,8 +45,8 @@ def count_parameters(model: ModelSpec) -> int | None:
 
 
 def parameter_terms(model: ModelSpec) -> dict[str, int] | None:
-    """Parameters by term, in order of execution, without those the model lacks; None for an imported model."""
-    if isinstance(model, ImportSpec):
+    """Parameters by term, in order of execution, without those the model lacks; None where only building it tells."""
+    if isinstance(model, ImportSpec | HuggingFaceSpec):
         return None
     terms = _mlp_terms(model) if isinstance(model, MlpSpec) else _decoder_terms(model)
     return {name: count for name, count in terms.items() if count}

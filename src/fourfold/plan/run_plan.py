@@ -25,6 +25,7 @@ from fourfold.spec.words import counted
 
 _OTHERS = "what torch, its allocator and the loader take for themselves"
 _TIME = "time of a step"
+_OF_KIND = {"import": "an imported model", "huggingface": "a model of transformers"}
 
 
 class StateBytes(Value):
@@ -158,8 +159,10 @@ def _not_predicted(spec: Spec) -> tuple[str, ...]:
         _OTHERS,
         _TIME,
     ]
-    if spec.model.kind == "import":
-        missing.append("parameters, state and traffic of an imported model: known once it is built")
+    if spec.model.kind in ("import", "huggingface"):
+        missing.append(
+            f"parameters, state and traffic of {_OF_KIND[spec.model.kind]}: known once it is built"
+        )
     elif cut := _cut_by(spec.layout):
         named = ", ".join(f"layout.{axis}" for axis in cut)
         known = rank_bytes(spec, 0) is not None

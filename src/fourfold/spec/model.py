@@ -87,4 +87,15 @@ class ImportSpec(Value):
     args: dict[str, Any] = Field(default_factory=dict)
 
 
-ModelSpec = Annotated[DecoderSpec | MlpSpec | ImportSpec, Field(discriminator="kind")]
+class HuggingFaceSpec(Value):
+    """A causal LM of transformers, built from a configuration with random values (see docs/hugging_face.md)."""
+
+    kind: Literal["huggingface"]
+    architecture: Annotated[str, Field(min_length=1)] | None = (
+        None  # a model_type of transformers, as "llama"
+    )
+    config: Annotated[str, Field(min_length=1)] | None = None  # a config.json, or the folder that holds one
+    args: dict[str, Any] = Field(default_factory=dict)  # keys of the configuration, on top of it
+
+
+ModelSpec = Annotated[DecoderSpec | MlpSpec | ImportSpec | HuggingFaceSpec, Field(discriminator="kind")]

@@ -8,7 +8,7 @@ from fourfold.spec.model import DecoderSpec, ImportSpec, MlpSpec
 from fourfold.spec.spec import Spec
 
 BYTES = 256  # different bytes; a document ends with byte 0
-_BYTE_DATA = ("stdlib", "text", "jsonl")
+BYTE_DATA = ("stdlib", "text", "jsonl")
 
 
 def model_takes(spec: Spec) -> Problem | None:
@@ -27,7 +27,7 @@ def model_takes(spec: Spec) -> Problem | None:
 
 def byte_vocabulary(spec: Spec) -> Problem | None:
     model = spec.model
-    if not isinstance(model, DecoderSpec) or spec.data.kind not in _BYTE_DATA or model.vocabulary >= BYTES:
+    if not isinstance(model, DecoderSpec) or spec.data.kind not in BYTE_DATA or model.vocabulary >= BYTES:
         return None
     return Problem(
         asked=f'model.vocabulary = {model.vocabulary} with data.kind = "{spec.data.kind}"',

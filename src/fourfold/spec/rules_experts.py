@@ -72,7 +72,7 @@ def capacity_takes_tokens(spec: Spec) -> Problem | None:
 
 def ep_needs_experts(spec: Spec) -> Problem | None:
     ep, moe = spec.layout.ep, moe_of(spec)
-    if ep == 1 or (moe is not None and moe.experts % ep == 0) or spec.model.kind == "import":
+    if ep == 1 or (moe is not None and moe.experts % ep == 0) or spec.model.kind in ("import", "huggingface"):
         return None
     asked, one = f"layout.ep = {ep}", "--set layout.ep=1"
     if moe is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fourfold.spec.errors import Problem
+from fourfold.spec.huggingface import facts_of
 from fourfold.spec.model import DecoderSpec, MlpSpec
 from fourfold.spec.spec import Spec
 from fourfold.spec.training import LayoutSpec
@@ -98,7 +99,10 @@ def offload_dir_is_used(spec: Spec) -> Problem | None:
 def blocks_of(spec: Spec) -> int | None:
     """How many blocks a model has; None for an imported one, which says itself once it is built."""
     model = spec.model
-    return model.layers if isinstance(model, DecoderSpec | MlpSpec) else None
+    if isinstance(model, DecoderSpec | MlpSpec):
+        return model.layers
+    known = facts_of(model)
+    return None if known is None else known.layers
 
 
 def units_of(layout: LayoutSpec, blocks: int) -> int:

@@ -20,7 +20,8 @@ from fourfold.parallel.clip import local
 from fourfold.record.environment import source_hash
 from fourfold.spec.errors import CheckFailed, Problem
 from fourfold.spec.grid import Grid
-from fourfold.spec.model import ImportSpec
+from fourfold.spec.huggingface import described
+from fourfold.spec.model import HuggingFaceSpec, ImportSpec
 from fourfold.spec.spec import Spec
 from fourfold.spec.target import source_file
 from fourfold.spec.words import counted
@@ -52,11 +53,13 @@ def named_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def code_hash(spec: Spec) -> str:
-    """The package's sources, and the files of an imported model and of imported transforms."""
+    """The package's sources, and the files of an imported model and of imported transforms; a whole configuration."""
     digest = xxhash.xxh3_128(source_hash().encode())
     targets = [transform.target for transform in spec.data.transforms if transform.kind == "import"]
     if isinstance(spec.model, ImportSpec):
         targets.append(spec.model.target)
+    if isinstance(spec.model, HuggingFaceSpec):
+        digest.update(repr(described(spec.model)).encode())
     for target in targets:
         file = source_file(target)
         digest.update(b"no file" if file is None else file.read_bytes())
