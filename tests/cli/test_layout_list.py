@@ -64,6 +64,8 @@ def test_an_imported_model_has_the_last_word(capsys: pytest.CaptureFixture[str])
     own = 'model.kind="import" --set model.target="m:make" --set data.kind="synthetic" --set data.inputs=4'
     _, err = run(capsys, f'tiny --world 2 --set {own} --set data.outputs=1 --set data.task="regression"')
     assert "its sharding() says" in err
+    assert "ends(), stream() and part()" in err
+    assert "for ep it needs experts" in err
 
 
 def test_settings_count_and_come_next(capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,7 +150,8 @@ def _sharded(document: Mapping[str, Any]) -> Iterator[str]:
     for one in document["sharded"]:
         told = f"{one['gap']:.1e}"
         if missing := one["stages_without_gradient"]:
-            told += f"  (no gradient at all on stages {', '.join(map(str, missing))})"
+            stages = "stage" if len(missing) == 1 else "stages"
+            told += f"  (no gradient at all on {stages} {', '.join(map(str, missing))})"
         by_name.setdefault(one["name"], {})[one["dropped_after_forward"]] = told
     rows = [[name, gaps[False], gaps[True]] for name, gaps in by_name.items()]
     yield from table(["", "kept", "dropped after forward"], rows).splitlines()

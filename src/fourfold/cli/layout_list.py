@@ -60,11 +60,9 @@ def list_layouts(
         print_document(document(spec, world, listed))
         return 0
     print("\n".join([*legal_lines(loaded.spec.name, world, listed), *refused_lines(listed.refused)]))
-    if isinstance(loaded.spec.model, ImportSpec) and any(
-        layout.tp * layout.cp > 1 for layout in listed.legal
-    ):
-        story("note: what tp can cut of an imported model is known once it is built: its sharding() says")
-        story("note: whether it can be cut over cp shows in its first forward: it attends by batch.context")
+    if isinstance(loaded.spec.model, ImportSpec):
+        for note in _of_an_imported_model(listed.legal):
+            story(f"note: {note}")
     settings = "".join(f" --set {quote(setting)}" for setting in set_)
     if listed.legal:
         next_command(f"fourfold verify equal {quote(spec)} --world {world}{settings} --all")
@@ -121,6 +119,18 @@ def refused_lines(families: Sequence[Refused]) -> list[str]:
         right = wrap(f"[{refused.owed}] {reason}", WIDTH - _FAMILY_WIDTH - 11)
         rows += zip_longest(left, [f"{refused.count:,}"], right, fillvalue="")
     return ["", table(("refused", "layouts", "because"), rows)]
+
+
+def _of_an_imported_model(legal: Sequence[LayoutSpec]) -> Iterator[str]:
+    """What only the model itself can say of the layouts listed: it is not built for a list."""
+    if any(layout.tp > 1 for layout in legal):
+        yield "what tp can cut of an imported model is known once it is built: its sharding() says"
+    if any(layout.cp > 1 for layout in legal):
+        yield "whether it can be cut over cp shows in its first forward: it attends by batch.context"
+    if any(layout.pp > 1 for layout in legal):
+        yield "for pp it needs ends(), stream() and part() (docs/own_model.md, stages)"
+    if any(layout.ep > 1 for layout in legal):
+        yield "for ep it needs experts in Stacks and a Meeting (docs/own_model.md)"
 
 
 def _options(group: Sequence[LayoutSpec]) -> Iterator[tuple[str, str, str]]:

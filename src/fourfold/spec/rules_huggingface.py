@@ -125,15 +125,11 @@ def without_stages(spec: Spec) -> Problem | None:
 def without_experts_apart(spec: Spec) -> Problem | None:
     if spec.layout.ep == 1 or not isinstance(spec.model, HuggingFaceSpec):
         return None
-    known = facts_of(spec.model)
-    has = known is not None and known.experts is not None
     return Problem(
         asked=f'layout.ep = {spec.layout.ep} with model.kind = "huggingface"',
-        found="experts that transformers routes to itself" if has else "a model without experts",
-        why="tokens are exchanged between ranks by a router of ours"
-        if has
-        else "expert parallel gives every rank other experts",
-        instead="--set layout.ep=1" + (' or model.kind = "decoder" with [model.moe]' if has else ""),
+        found="experts, if it has any, that transformers routes to itself",
+        why="tokens are exchanged between ranks by a router of ours",
+        instead='--set layout.ep=1 or model.kind = "decoder" with [model.moe]',
     )
 
 

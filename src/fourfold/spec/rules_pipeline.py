@@ -7,6 +7,7 @@ from fourfold.spec.errors import Problem
 from fourfold.spec.model import DecoderSpec, MlpSpec
 from fourfold.spec.rules_model import either
 from fourfold.spec.schedules import SCHEDULES, stages_each, stages_in_all
+from fourfold.spec.settings import typed
 from fourfold.spec.spec import Spec
 from fourfold.spec.words import counted
 
@@ -118,7 +119,7 @@ def microbatches_fill(spec: Spec) -> Problem | None:
 
 
 def _schedule(name: str) -> str:
-    return f"--set 'layout.pp_schedule=\"{name}\"'"
+    return typed("layout.pp_schedule", f'"{name}"')
 
 
 def _rounds(count: int, ranks: int) -> int:

@@ -3,8 +3,9 @@
 The value is TOML: `--set run.steps=20`, `--set optimizer.betas=[0.9,0.99]`, `--set 'model.moe={experts=4,top_k=2}'`.
 It replaces what was there, whole. A word that is no TOML value is taken as text where nothing else can be meant:
 it starts with a letter or one of `_ ~ / .` (then no digit), has no space, quote, bracket, comma, `#` or `=`, and is
-not a word that reads as a truth value, a number or "nothing" (`True`, `yes`, `off`, `NaN`, `None`, ...). So
-`--set run.dir=runs/x` and `--set data.kind=jsonl` need no quotes. Of two settings of one key the later one holds.
+not a word that reads as a truth value, a number or "nothing" (`True`, `yes`, `off`, `NaN`, `None`, ...); or it is like
+`1f1b`, digits and letters by turns. So `--set run.dir=runs/x`, `--set data.kind=jsonl` and `--set
+layout.pp_schedule=1f1b` need no quotes. Of two settings of one key the later one holds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fourfold.spec.errors import Problem, SpecError
 from fourfold.spec.keys import toml_word
 
 _PATH = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
-_BARE_WORD = re.compile(r"(?![.]\d)[A-Za-z_~/.][^\s\"'\[\]{}#,=\\]*")
+_BARE_WORD = re.compile(r"(?![.]\d)[A-Za-z_~/.][^\s\"'\[\]{}#,=\\]*|\d+[A-Za-z]+\d+[A-Za-z]+")
 # Words that read as a TOML truth value, or as nothing that TOML has.
 READS_AS = {
     **dict.fromkeys(("true", "yes", "on"), "true"),

@@ -101,8 +101,8 @@ class Recorder:
         per_epoch, world = training.schedule.steps_per_epoch, training.joined.rank.world
         self._story.say(
             f"{counted(self._plan.steps, 'step')} of {counted(self._plan.samples_per_step, 'sample')} on "
-            f"{counted(world, 'rank')}; epoch: {counted(per_epoch, 'step')} "
-            f"({counted(len(training.sources.train), 'sample')})"
+            f"{counted(world, 'rank')}; epoch: {counted(per_epoch, 'step', ',')} "
+            f"({counted(len(training.sources.train), 'sample', ',')})"
         )
         if self._plan.resume_from:
             self._story.say(f"goes on after step {first}, from {self._plan.resume_from}")
