@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -10,6 +11,7 @@ from itertools import product
 import pytest
 
 from fourfold.cli.main import main
+from fourfold.cli.verify import layouts_table
 from fourfold.spec.errors import Problem, SpecError
 from fourfold.spec.layouts import layouts
 from fourfold.spec.load import load_spec
@@ -171,6 +173,29 @@ def test_a_model_of_another_kind_is_judged_as_it_is(small, tmp_path):
     assert document["verdict"] == "pass", document["layouts"][0]["failed"]
     assert not document["adversarial"]
     assert any(f["claim"] == "the adversarial model" and f["kind"] == "open" for f in document["findings"])
+
+
+def test_a_layout_that_the_model_itself_refuses_is_no_failed_check(small, tmp_path):
+    own = (
+        'model={kind="import", target="tests.verify.own_model:sometimes"}',
+        "layout.unused_parameters=true",
+    )
+    data = 'data={kind="synthetic", samples=64, inputs=4, outputs=1, task="regression"}'
+    spec = small(*own, data)
+    only = legal(spec, 2, "dp_replicate 2", "tp 2")
+    document = verify_every_layout(spec, 2, steps=1, only=only, out=tmp_path)
+    assert (document["verdict"], document["count"]) == ("pass", 1)
+    assert {one["words"]: one["verdict"] for one in document["layouts"]} == {
+        "dp_replicate 2": "pass",
+        "tp 2": "refused",
+    }
+    assert document["worst_relative"] < GRADIENT_TOLERANCE
+    (told,) = [f for f in document["findings"] if f["claim"] == "tp 2"]
+    assert told["verdict"] == "open" and "sharding" in str(told)
+    with pytest.raises(SpecError, match="sharding"):
+        verify_every_layout(spec, 2, steps=1, only=only[1:], out=tmp_path)
+    table = layouts_table(document["layouts"])
+    assert re.search(r"refused +- +[0-9.]+ +tp 2", table)
 
 
 def test_requests_without_a_layout(small, tmp_path):

@@ -251,11 +251,12 @@ def _end(document: Mapping[str, Any], json: bool, then: str) -> int:
 
 def layouts_table(layouts: Sequence[Mapping[str, Any]]) -> str:
     """Layouts in at most 80 columns: the verdict, the worst gap, the seconds that it took, and the layout."""
-    rows = [
-        (one["verdict"], f"{one['worst_relative']:.2g}", f"{one['seconds']:.1f}", one["words"])
-        for one in layouts
-    ]
+    rows = [(one["verdict"], _worst(one), f"{one['seconds']:.1f}", one["words"]) for one in layouts]
     return table(("verdict", "worst", "seconds", "layout"), rows)
+
+
+def _worst(layout: Mapping[str, Any]) -> str:
+    return "-" if layout["verdict"] == "refused" else f"{layout['worst_relative']:.2g}"
 
 
 def findings_table(findings: Sequence[Mapping[str, Any]]) -> str:

@@ -77,7 +77,7 @@ def verify_every_layout(
     shared.sharpness(case.spec, spec)
     told = layouts_document(folder, spec, oracles, judged, chosen, found)
     each = f"worst {told['worst_relative']:.2g}, {told['seconds_per_layout']:.1f} s each"
-    say(f"{counted(len(judged), 'layout')}, {each}")
+    say(f"{counted(told['count'], 'layout')}, {each}")
     return told
 
 
@@ -120,13 +120,14 @@ class _Run:
             name = words(case.spec.layout).replace(" ", "-") + f"-{choice.cut}"
             deviation = search(case, ranks, case.steps, PARAMETER_TOLERANCE, name, oracle.traced())
             judge.first_deviation(deviation)
-        return Judged(case.spec, choice.cut, judge, time.perf_counter() - since, deviation, command, refused)
+        seconds, own = time.perf_counter() - since, not self.oracles.adverse
+        return Judged(case.spec, choice.cut, judge, seconds, deviation, command, refused, own)
 
 
 def _told(judged: Iterator[Judged], count: int, say: Say) -> Iterator[Judged]:
     """One line for each, as it comes."""
     for number, one in enumerate(judged, 1):
-        verdict = "pass" if one.passed else "FAIL"
+        verdict = "FAIL" if one.verdict == "fail" else one.verdict
         line = f"[{number}/{count}] {one.words}: {verdict}, {one.gap}, {one.seconds:.1f} s"
         say(line if one.deviation is None else f"{line}; {one.deviation}")
         yield one

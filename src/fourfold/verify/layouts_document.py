@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fourfold.record.finding import document, fact, not_tested, verdict_of, write_findings
-from fourfold.spec.errors import FourfoldError
+from fourfold.spec.errors import FourfoldError, Problem, SpecError
 from fourfold.spec.layouts import Layouts, Refused
 from fourfold.spec.model import DecoderSpec
 from fourfold.spec.spec import Spec
@@ -25,7 +25,8 @@ from fourfold.verify.oracles import Oracles
 class Judged:
     """One layout: what was found, and where it first deviates if it does.
 
-    seconds: fresh ranks included. refused: what its ranks refused, of the request or of this layout.
+    seconds: fresh ranks included. refused: what its ranks refused, of the request or of this layout. own: the model is
+    the user's, or a library's: what it can be cut by shows when it is built.
     """
 
     spec: Spec
@@ -35,6 +36,14 @@ class Judged:
     deviation: Deviation | None
     command: str
     refused: FourfoldError | None = None
+    own: bool = False
+
+    @property
+    def cannot(self) -> Problem | None:
+        """Why this model has no such layout; then nothing failed, and nothing was judged."""
+        if not self.own or not isinstance(self.refused, SpecError):
+            return None
+        return self.refused.problems[0]
 
     @property
     def gap(self) -> str:
@@ -48,8 +57,8 @@ class Judged:
         return words(self.spec.layout) + cut
 
     @property
-    def passed(self) -> bool:
-        return verdict_of(self.judge.findings) == "pass"
+    def verdict(self) -> str:
+        return "refused" if self.cannot else verdict_of(self.judge.findings)
 
 
 def layouts_document(
@@ -78,8 +87,8 @@ def layouts_document(
         "steps": oracles.steps,
         "adversarial": oracles.adverse,
         **how,
-        "count": len(judged),
-        "worst_relative": worst(one.judge.worst_gate for one in judged),
+        "count": sum(one.cannot is None for one in judged),
+        "worst_relative": worst(one.judge.worst_gate for one in judged if one.cannot is None),
         "seconds_per_layout": sum(one.seconds for one in judged) / len(judged),
         "changes": shared.changes,
         "first_deviation": next((asdict(one.deviation) for one in judged if one.deviation), None),
@@ -91,7 +100,9 @@ def layouts_document(
 
 
 def _finding(one: Judged) -> Any:
-    """A layout in one line: its worst gap; or what failed, and where it first deviates."""
+    """A layout in one line: its worst gap; or what failed, and where it first deviates; or why the model has none."""
+    if one.cannot is not None:
+        return not_tested(one.words, f"{one.cannot.found}: {one.cannot.why}", one.cannot.instead)
     failed = [f"{f.claim}: {f.measured}" for f in one.judge.findings if f.verdict == "fail"]
     measured = one.gap
     if failed:
@@ -103,11 +114,14 @@ def _finding(one: Judged) -> Any:
 def _entry(one: Judged, world: int) -> dict[str, Any]:
     return {
         **layout_entry(one.spec, world, one.judge),
+        "verdict": one.verdict,
         "words": one.words,
         "seconds": round(one.seconds, 3),
         "command": one.command,
         "first_deviation": asdict(one.deviation) if one.deviation is not None else None,
-        "failed": [f.model_dump(mode="json") for f in one.judge.findings if f.verdict == "fail"],
+        "failed": []
+        if one.cannot
+        else [f.model_dump(mode="json") for f in one.judge.findings if f.verdict == "fail"],
     }
 
 
