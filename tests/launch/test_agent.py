@@ -17,7 +17,7 @@ from fourfold.launch.pulse import read_pulses
 from fourfold.launch.watch import Outcome
 from fourfold.record.environment import cores
 from fourfold.spec.errors import DataError, SpecError
-from tests.launch.procs import lives, read_when_there, wait_until_gone
+from tests.launch.procs import read_when_there, wait_until_gone
 
 PLAIN = Path(__file__).with_name("plain_rank.py")
 WITH_TORCH = Path(__file__).with_name("torch_rank.py")
@@ -33,7 +33,7 @@ def _quick(monkeypatch):
 def plain(run_dir: Path, *ways: str, nproc: int = 2, **limits: float) -> Outcome:
     command = (sys.executable, str(PLAIN), str(run_dir), *ways)
     outcome = launch(Launch(command, nproc, run_dir, **limits))
-    assert not [pid for pid in pids(run_dir) if lives(pid)]
+    wait_until_gone(*pids(run_dir))
     return outcome
 
 
@@ -120,7 +120,7 @@ def test_a_second_signal_kills_at_once(tmp_path, capfd):
 
 def test_what_a_rank_started_ends_with_it(tmp_path):
     assert plain(tmp_path, "parent", nproc=1) == Outcome(0)
-    assert not lives(int((tmp_path / "child").read_text()))
+    wait_until_gone(int((tmp_path / "child").read_text()))
 
 
 def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):

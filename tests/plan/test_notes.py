@@ -64,6 +64,12 @@ def notes(world: int, *sets: str) -> tuple[str, ...]:
         ),
         (
             2,
+            ["layout.pp_schedule=zbv", "layout.pp_split=[2,2]"],
+            "layout.pp_schedule and layout.pp_split do nothing with layout.pp = 1",
+        ),
+        (2, ["layout.cp_method=ring"], "layout.cp_method does nothing with layout.cp = 1"),
+        (
+            2,
             ["model.kind=import", "model.target=a:b", "layout.tp=2"],
             "whether tp 2 cuts this model is known once it is built: its sharding() says (docs/own_model.md); "
             "whether it cuts it right, only fourfold verify equal shows",

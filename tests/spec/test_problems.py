@@ -169,6 +169,11 @@ def test_a_text_is_no_list_of_texts() -> None:
     assert told == "checkpoint.allow_missing takes a list of texts in quotes"
 
 
+def test_a_list_of_numbers_is_no_list_of_tables() -> None:
+    told = of_sets("layout.pp_split=[2,0]").why
+    assert told == "layout.pp_split takes a list, each a whole number from 1 up"
+
+
 def test_no_model(tmp_path: Path) -> None:
     path = tmp_path / "my.toml"
     path.write_text("", encoding="utf-8")

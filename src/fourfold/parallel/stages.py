@@ -68,7 +68,8 @@ def in_stages(
             untie(networks[-1], union, cut.tied)
         group = None if rank_of(layout, last) == 0 else ends_group(grid, device.type)
         if 0 in index or last in index:
-            tied = Tied(cut.tied, union, networks[-1] if twice else None, group, 0 in index)
+            twins = networks[-1] if twice else None
+            tied = Tied(cut.tied, union, twins, group, 0 in index, layout.unused_parameters)
     modules = [
         rounded(StageModule(kit, one, at == last), precision, held)
         for one, at in zip(networks, index, strict=True)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fourfold.collectives.rehearsed import with_values
 from fourfold.parallel.clip import local
 from fourfold.spec.errors import Problem, SpecError
 
@@ -26,10 +27,12 @@ class Tied:
         twins: nn.Module | None,
         group: dist.ProcessGroup | None,
         first: bool,
+        may_be_unused: bool = False,
     ) -> None:
         """network: what this rank has of the model; twins: its last stage, if the first is here too and comes first.
 
         group: of the ranks of both ends, if they are two. first: whether the first stage is here.
+        may_be_unused: whether an end may have no gradient in a step where the other has one.
         """
         self._names, self._network, self._twins, self._group, self._first = (
             names,
@@ -38,6 +41,7 @@ class Tied:
             group,
             first,
         )
+        self._may_be_unused = may_be_unused
 
     @property
     def owners(self) -> tuple[str, ...]:
@@ -50,19 +54,34 @@ class Tied:
 
     @torch.no_grad()
     def sum(self) -> None:
-        """After the reductions: the gradient is the sum of both ends'.
+        """After the reductions: the gradient is the sum of both ends'; none only where neither has one.
 
-        Collectives: one all-reduce for each of them between the first and the last rank of "pp", where they are two.
+        Collectives: one all-reduce for each of them between the first and the last rank of "pp", where they are two,
+        and one of a number before it if parameters may be unused.
         """
         for name in self._names:
             own = self._network.get_parameter(name)
             if self._twins is not None:
                 twin = self._twins.get_parameter(name)
-                if own.grad is not None and twin.grad is not None:
+                if own.grad is None:
+                    own.grad = twin.grad
+                elif twin.grad is not None:
                     local(own.grad).add_(local(twin.grad))
                 twin.grad = None
-            elif self._group is not None and own.grad is not None:
+            elif self._group is not None and self._used(own):
+                if own.grad is None:
+                    own.grad = torch.zeros_like(own)
                 dist.all_reduce(local(own.grad), group=self._group)
+
+    def _used(self, parameter: nn.Parameter) -> bool:
+        """Whether either end has a gradient: the same on both, or one would wait for the other."""
+        used = parameter.grad is not None
+        if not self._may_be_unused or not parameter.requires_grad:
+            return used
+        with with_values():
+            mask = torch.tensor(int(used))
+            dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._group)
+            return bool(mask.item())
 
     @torch.no_grad()
     def follow(self) -> None:

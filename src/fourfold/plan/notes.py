@@ -11,6 +11,7 @@ from fourfold.spec.model import DecoderSpec, ImportSpec, MlpSpec
 from fourfold.spec.rules_model import moe_of
 from fourfold.spec.schedules import stages_each
 from fourfold.spec.spec import Spec
+from fourfold.spec.training import LayoutSpec
 from fourfold.spec.words import counted
 
 
@@ -20,6 +21,7 @@ def notes_on(spec: Spec, nproc: int) -> tuple[str, ...]:
         *_short_of_warm_up(spec),
         *_nothing_to_shard(spec),
         *_nothing_to_move(spec),
+        *_nothing_to_cut(spec),
         *_bubble(spec),
         *_nothing_to_recompute(spec),
         *_uneven(spec),
@@ -47,6 +49,17 @@ def _nothing_to_shard(spec: Spec) -> Iterator[str]:
 def _nothing_to_move(spec: Spec) -> Iterator[str]:
     if spec.layout.offload == "cpu" and spec.hardware.device != "cuda":
         yield "layout.offload = cpu moves state off a CUDA device: a rank on the CPU holds it there already"
+
+
+def _nothing_to_cut(spec: Spec) -> Iterator[str]:
+    """Options of an axis of one rank."""
+    layout, plain = spec.layout, LayoutSpec()
+    options = {"pp": ("pp_schedule", "pp_virtual", "pp_split"), "cp": ("cp_method",)}
+    for axis, names in options.items():
+        idle = [f"layout.{name}" for name in names if getattr(layout, name) != getattr(plain, name)]
+        if idle and getattr(layout, axis) == 1:
+            do = "does" if len(idle) == 1 else "do"
+            yield f"{' and '.join(idle)} {do} nothing with layout.{axis} = 1"
 
 
 def _nothing_to_recompute(spec: Spec) -> Iterator[str]:

@@ -315,10 +315,11 @@ def _not_causal(architecture: str, causal: list[str]) -> Problem:
 
 
 def _no_key(architecture: str, key: str, known: list[str]) -> Problem:
-    near = get_close_matches(key, known, n=1)
+    near = get_close_matches(key, known, n=1, cutoff=0.75)  # a slip of the pen, not another word
     return Problem(
         asked=f"model.args.{key}",
         found=f"no such key in the configuration of {architecture}",
         why="transformers would take it and silently ignore it",
-        instead=f"model.args.{near[0]}" if near else "one of " + ", ".join(known[:12]) + ", ...",
+        instead=(f"model.args.{near[0]}" if near else "one of " + ", ".join(known[:12]) + ", ...")
+        + "; or [model.args] without it, whole: --set 'model.args={...}'",
     )

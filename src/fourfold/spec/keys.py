@@ -240,6 +240,8 @@ def _expects(node: dict[str, Any]) -> str:
         return f"a list of {len(node['prefixItems'])}, each {_expects(node['prefixItems'][0])}"
     if kind == "array" and node.get("items", {}).get("type") == "string":
         return "a list of texts in quotes"
+    if kind == "array" and node.get("items", {}).get("type") in ("integer", "number"):
+        return f"a list, each {_expects(node['items'])}"
     words_of = {"boolean": "true or false", "string": "text in quotes", "array": "a list of tables"}
     return words_of.get(str(kind), "a section of keys")
 
