@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-JOBS ?= 2
+JOBS ?= 3
 
 .PHONY: demo test verify gpu-check lint types imports check bench clean help
 
