@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import signal
-import sys
 from itertools import product
 
 import pytest
@@ -284,27 +283,28 @@ def test_a_layout_in_words_and_as_settings(small):
     assert (again.layout, again.batch) == (one.layout, one.batch)
 
 
-def told(document, what):
+def told(document, what, capsys):
     """Its count and its worst, printed."""
     longest = max(one["seconds"] for one in document["layouts"])
-    print(
-        f"\n{what} on {document['world']} ranks: {document['count']} layouts, worst "
-        f"{document['worst_relative']:.2e}, {document['seconds_per_layout']:.2f} s a layout, at most {longest:.1f} s",
-        file=sys.__stdout__,
-    )
+    with capsys.disabled():
+        print(
+            f"\n{what} on {document['world']} ranks: {document['count']} layouts, worst "
+            f"{document['worst_relative']:.2e}, {document['seconds_per_layout']:.2f} s a layout, "
+            f"at most {longest:.1f} s"
+        )
     assert document["verdict"] == "pass", [one["failed"] for one in document["layouts"] if one["failed"]]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_every_layout_of_data_and_tensor_parallel(tmp_path, world):
+def test_every_layout_of_data_and_tensor_parallel(tmp_path, capsys, world):
     """Each legal one, with every zero, with and without sp: not a choice of them."""
     spec = load_spec("tiny").spec
     legal = layouts(reduced(spec, world)[0], world).legal
     asked = [layout for layout in legal if layout.cp == layout.pp == 1]
     document = verify_every_layout(spec, world, only=asked, out=tmp_path)
-    told(document, "tiny, data and tensor parallel")
+    told(document, "tiny, data and tensor parallel", capsys)
     assert document["count"] == {2: 6, 4: 17, 8: 32}[world]
     assert document["worst_relative"] <= GRADIENT_TOLERANCE
 
@@ -313,8 +313,8 @@ def test_every_layout_of_data_and_tensor_parallel(tmp_path, world):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("name", ["tiny", "moe-tiny"])
-def test_the_whole_gate(tmp_path, name, world):
+def test_the_whole_gate(tmp_path, capsys, name, world):
     document = verify_every_layout(load_spec(name).spec, world, out=tmp_path)
-    told(document, name)
+    told(document, name, capsys)
     assert document["count"] >= {2: 30, 4: 60, 8: 110}[world]
     assert document["worst_relative"] <= GRADIENT_TOLERANCE
