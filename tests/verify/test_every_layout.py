@@ -202,6 +202,9 @@ def test_requests_without_a_layout(small, tmp_path):
         verify_every_layout(small(), 2, only=(), out=tmp_path)
     with pytest.raises(SpecError, match="--steps 0"):
         verify_every_layout(small(), 2, steps=0, out=tmp_path)
+    for world in (0, -2):
+        with pytest.raises(SpecError, match="rank"):
+            verify_every_layout(small(), world, out=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fourfold.cli.lab_tensor import beside, mistake_lines
+from fourfold.cli.lab_tensor import beside, ending
 from fourfold.cli.output import paint, table, wrapped
 from fourfold.lab.moe_steps import PLACES
 
@@ -45,16 +45,7 @@ def moe_lines(document: Mapping[str, Any]) -> list[str]:
         "",
         *_balance(document["balance"]),
     ]
-    for mistake in document["mistakes"]:
-        lines += ["", *mistake_lines(mistake)]
-    lines += ["", paint("against one device, in fp64", "bold", sys.stdout)]
-    told = {mistake["name"] for mistake in document["mistakes"]}
-    for finding in document["findings"]:
-        if finding["verdict"] == "fail":
-            lines += wrapped(f"failed: {finding['claim']}: {finding['measured']}")
-        elif finding["claim"].partition(":")[0] not in told:
-            lines += wrapped(f"{finding['claim']}: {finding['measured']}")
-    return [*lines, "", f"{document['verdict']}  {document['findings_file']}"]
+    return [*lines, *ending(document)]
 
 
 def _step(step: Mapping[str, Any], experts_here: int) -> Iterator[str]:

@@ -25,16 +25,21 @@ def tensor_lines(document: Mapping[str, Any]) -> list[str]:
         for way in ("forward", "backward"):
             lines += ["", paint(f" {way}", "bold", sys.stdout)]
             lines += [line for step in part[way] for line in _step(step)]
+    return [*lines, *ending(document)]
+
+
+def ending(document: Mapping[str, Any]) -> Iterator[str]:
+    """The mistakes, what was compared with one device, the verdict: how the drawn exercises end."""
     for mistake in document["mistakes"]:
-        lines += ["", *mistake_lines(mistake)]
-    lines += ["", paint("against one device, in fp64", "bold", sys.stdout)]
+        yield from ("", *mistake_lines(mistake))
+    yield from ("", paint("against one device, in fp64", "bold", sys.stdout))
     told = {mistake["name"] for mistake in document["mistakes"]}
     for finding in document["findings"]:
         if finding["verdict"] == "fail":
-            lines += wrapped(f"failed: {finding['claim']}: {finding['measured']}")
+            yield from wrapped(f"failed: {finding['claim']}: {finding['measured']}")
         elif finding["claim"].partition(":")[0] not in told:
-            lines += wrapped(f"{finding['claim']}: {finding['measured']}")
-    return [*lines, "", f"{document['verdict']}  {document['findings_file']}"]
+            yield from wrapped(f"{finding['claim']}: {finding['measured']}")
+    yield from ("", f"{document['verdict']}  {document['findings_file']}")
 
 
 def _step(step: Mapping[str, Any]) -> Iterator[str]:

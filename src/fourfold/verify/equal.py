@@ -20,6 +20,7 @@ from fourfold.spec.errors import Problem, RankFailed, SpecError
 from fourfold.spec.rules import require
 from fourfold.spec.settle import data_parallel_degree, settle
 from fourfold.spec.spec import Spec
+from fourfold.spec.words import counted
 from fourfold.train.setup import batch_schedule
 from fourfold.verify.adversarial import adversarial, chosen
 from fourfold.verify.case import TIMEOUT_S, Case, Ranks, clipping, search
@@ -63,7 +64,7 @@ def verify_equal(
         closing(Ranks(world, setup, timeout_s, case.spec.hardware.device)) as ranks,
         tempfile.TemporaryDirectory(prefix="fourfold-reference-") as scratch,
     ):
-        say(f"one device: {steps} steps of {case.spec.batch.global_batch} samples in fp64")
+        say(f"one device: {counted(steps, 'step')} of {case.spec.batch.global_batch} samples in fp64")
         case, deviation = _compare(case.at(Path(scratch)), ranks, judge, say)
     judge.sharpness(case.spec, settled)
     facts: dict[str, Any] = {

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.spec.errors import Problem, RankFailed, SpecError
+from fourfold.spec.fit import fit
 from fourfold.spec.grid import Grid
 from fourfold.spec.layouts import layouts
 from fourfold.spec.spec import Spec
@@ -55,6 +56,7 @@ def verify_every_layout(
     without a legal layout.
     """
     require_steps(steps)
+    fit(LayoutSpec(), world)
     small, changes = reduced(spec, world)
     chosen = choose(small, world) if only is None else None
     found = chosen.found if chosen is not None else layouts(small, world)
@@ -69,7 +71,9 @@ def verify_every_layout(
         oracles = Oracles(small, world, steps, Path(scratch), shared)
         case = oracles.of(LayoutSpec()).case
         rows = case.spec.batch.global_batch
-        say(f"one device: {steps} steps of {rows} samples in fp64, for {counted(len(asked), 'layout')}")
+        say(
+            f"one device: {counted(steps, 'step')} of {rows} samples in fp64, for {counted(len(asked), 'layout')}"
+        )
         run = _Run(oracles, setup, timeout_s, repeat)
         judged = list(_told(run.all(asked), len(asked), say))
         if judged[0].refused is not None and all(one.refused for one in judged):

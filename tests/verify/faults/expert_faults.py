@@ -5,35 +5,23 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fourfold.lab.moe_product import auxiliary_by_ranks  # noqa: F401  # what the exercise plants, too
+from fourfold.lab.moe_product import auxiliary_of_the_batch as auxiliary_of_the_microbatch  # noqa: F401
+from fourfold.lab.moe_product import experts_counted_again as experts_counted_ep_times  # noqa: F401
+from fourfold.lab.moe_product import order_lost as tokens_returned_elsewhere  # noqa: F401
+from fourfold.lab.moe_product import router_cut as router_gradient_lost  # noqa: F401
 from fourfold.models import mixture
 from fourfold.models.carried import loss_elsewhere
 from fourfold.models.mixture import Routed
 from fourfold.parallel import apply, pipeline
-from fourfold.parallel.apply import Parallel
 from fourfold.parallel.balance import Balance
-from fourfold.parallel.clip import GradientNorm, local
-from fourfold.parallel.expert_parallel import Spread
+from fourfold.parallel.clip import GradientNorm
 from fourfold.parallel.pipeline import Part, Pipeline
 from fourfold.parallel.stream_experts import CutExperts
-
-
-def experts_counted_ep_times() -> None:
-    """B068: gradients of experts, which hold the tokens of every rank of the group already, are scaled by ep again."""
-    finish = Parallel.finish
-
-    def scaled(self: Parallel) -> None:
-        finish(self)
-        for parameter in self.network.parameters():
-            spread = isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
-            if spread and parameter.grad is not None:
-                local(parameter.grad).mul_(self.grid.ep)
-
-    Parallel.finish = scaled
 
 
 def norm_of_some_experts() -> None:
@@ -47,26 +35,9 @@ def norm_of_some_experts() -> None:
     GradientNorm._counts = first
 
 
-def router_gradient_lost() -> None:
-    """B067: what experts made is weighted by the router's scores, and no gradient goes back through the weights."""
-    choose = mixture.chosen_experts
-
-    def cut(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        scores, chosen, weights = choose(*given)
-        return scores, chosen, weights.detach()
-
-    mixture.chosen_experts = cut
-
-
 def auxiliary_lost() -> None:
     """B065: the auxiliary loss is computed, and what it rides on is thrown away."""
     mixture.carried = lambda x, *_: x
-
-
-def auxiliary_by_ranks() -> None:
-    """B065: the auxiliary loss is averaged over ranks, of which each has a part of the sum."""
-    carry = mixture.carried
-    mixture.carried = lambda x, loss, *more: carry(x, loss / dist.get_world_size(), *more)
 
 
 def auxiliary_of_every_peer() -> None:
@@ -81,17 +52,6 @@ def auxiliary_of_every_peer() -> None:
     CutExperts.once = lambda self, parameter: self.own(parameter) * int(self._adds)
 
 
-def auxiliary_of_the_microbatch() -> None:
-    """How often experts are chosen is counted over a microbatch, not over each row."""
-    count = mixture.counted
-
-    def together(chosen: Tensor, live: Tensor | None, experts: int) -> Tensor:
-        counts = count(chosen, live, experts)
-        return counts if live is None else counts.sum(0, keepdim=True).expand_as(counts) // len(counts)
-
-    mixture.counted = together
-
-
 def capacity_of_the_tokens_here() -> None:
     """Context parallel: each rank lets its own tokens take the room that a whole row has."""
 
@@ -100,12 +60,6 @@ def capacity_of_the_tokens_here() -> None:
         return mixture.fitting(chosen, self.here.part(rows.live_here), limits, self.moe.experts)
 
     Routed._fits = fits
-
-
-def tokens_returned_elsewhere() -> None:
-    """What experts made goes back in their own order, not in that in which it came."""
-    back = Spread._back
-    Spread._back = lambda self, places, *more: back(self, torch.arange(len(places)), *more)
 
 
 def load_of_one_rank() -> None:
