@@ -14,7 +14,7 @@ import torch
 
 from fourfold.data.batch import Batch
 from fourfold.models.imported import ImportedKit, imported_kit
-from fourfold.models.protocol import BoxedKit, Heads, LossModule, Start
+from fourfold.models.protocol import BoxedKit, Heads, LossModule, StagedKit, Start
 from fourfold.spec.errors import SpecError
 from fourfold.spec.model import ImportSpec
 from fourfold.spec.spec import Spec
@@ -56,7 +56,16 @@ class Kit:
     def sharding(self):
         return self.values.get("table", {"*": "replicate"}) or {"*": Heads()}
     def blocks(self, module):
-        return ("linear",)
+        return self.values.get("blocks", ("linear",))
+
+class Staged(Kit):
+    # One that can run in parts; what it says is named by its arguments.
+    def ends(self, module):
+        given = self.values.get("ends", [[], []])
+        return given["nothing"] if given == {} else given
+    def stream(self, batch):
+        return self.values.get("stream", (2, 4))
+    def part(self, module, batch, stream, last): ...
 
 class Boxed(Kit):
     # One that can be made in parts; what it does wrong is named by its arguments.
@@ -85,6 +94,8 @@ def kit_of_text(): return Kit(built="text")
 def kit_of_fp32(): return Kit(built=Line())
 def kit_that_raises(): return Kit(built=None)
 def boxed(**values): return Boxed(**values)
+def given(**values): return Kit(**values)
+def staged(**values): return Staged(**values)
 def frozen(): return Line().requires_grad_(False)
 def lazy(): return nn.LazyLinear(3)
 def detached(): return Detached()
@@ -188,7 +199,7 @@ def test_arguments_the_factory_does_not_take() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_what_the_factory_returns_must_be_a_model() -> None:
-    assert "a int without build, loss, sharding, blocks" in refused("mine.models:number").found
+    assert "returned 7 without build, loss, sharding, blocks" in refused("mine.models:number").found
     assert "a Half without sharding, blocks" in refused("mine.models:half").found
 
 
@@ -196,7 +207,7 @@ def test_what_the_factory_returns_must_be_a_model() -> None:
 @pytest.mark.parametrize(
     ("target", "found"),
     [
-        ("mine.models:kit_of_text", "build() returned a str"),
+        ("mine.models:kit_of_text", "build() returned 'text'"),
         ("mine.models:kit_of_fp32", "linear.weight, linear.bias"),
         ("mine.models:kit_without_table", "no pattern matches it"),
         ("mine.models:kit_whose_table_raises", "TypeError: Heads.__new__() missing 1 required"),
@@ -230,7 +241,7 @@ def test_a_kit_that_can_be_made_in_parts_is_known_as_one() -> None:
         ("real", "linear.weight, linear.bias with memory"),
         ("narrow", "linear.weight, linear.bias in another dtype"),
         ("empty", "buffers mask without values"),
-        ("nothing", "skeleton() returned a NoneType"),
+        ("nothing", "skeleton() returned None"),
     ],
 )
 def test_what_a_skeleton_is_without_is_refused(wrong: str, found: str) -> None:
@@ -247,6 +258,57 @@ def test_a_start_that_is_none_is_refused_by_name() -> None:
     assert isinstance(mine, BoxedKit)
     with pytest.raises(SpecError, match=r'start\("linear\.bias"\)'):
         mine.start("linear.bias")
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("linear", "blocks() gives 'linear'"),
+        (None, "blocks() gives None"),
+        ([3], "blocks() gives a list"),
+        (["linear", "lost"], "blocks() names lost"),
+        (["linear", "linear"], "blocks() names linear that is named already"),
+    ],
+)
+def test_blocks_that_are_no_names_of_modules_are_refused(given: object, found: str) -> None:
+    mine = kit("mine.models:given", blocks=given)
+    module = mine.build(0, torch.float64)
+    with pytest.raises(SpecError) as error:
+        mine.blocks(module)
+    assert found in error.value.problems[0].found
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (None, "ends() gives None"),
+        ([["linear"]], "ends() gives a list"),
+        (["linear", []], "ends() gives 'linear'"),
+        ([["lost"], []], "ends() names lost"),
+        ([[], ["linear"]], "ends(), with blocks(), names linear that is named already"),
+        ({}, "KeyError: 'nothing'"),
+    ],
+)
+def test_ends_that_are_no_ends_are_refused(given: object, found: str) -> None:
+    mine = kit("mine.models:staged", ends=given)
+    assert isinstance(mine, StagedKit)
+    with pytest.raises(SpecError) as error:
+        mine.ends(mine.build(0, torch.float64))
+    assert found in error.value.problems[0].found
+    if given == {}:
+        assert "models.py:" in error.value.problems[0].found  # where he wrote it
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("given", [7, None, [2, 0], [2, 4.0], "24"])
+def test_a_stream_that_is_no_shape_is_refused(given: object, vectors: Callable[..., Batch]) -> None:
+    mine = kit("mine.models:staged", stream=given)
+    assert isinstance(mine, StagedKit)
+    with pytest.raises(SpecError, match=r"stream\(\) gives"):
+        mine.stream(vectors(2, 4, torch.zeros(2, 1)))
+    assert kit("mine.models:staged", stream=[2, 4]).stream(vectors(2, 4, torch.zeros(2, 1))) == (2, 4)
 
 
 @pytest.mark.usefixtures("here")

@@ -120,7 +120,7 @@ def test_tiny_on_eight_ranks() -> None:
         "zero shards": ("dp_shard > 1, zero 0", "mathematics"),
         "ep needs experts": ("ep > 1", "mathematics"),
         "tp keeps heads whole": ("tp 8", "library"),
-        "a layer for every stage": ("pp 8", "mathematics"),
+        "a layer for every rank of a pipeline": ("pp 8", "mathematics"),
     }
     tp_8 = next(refused for refused in listed.refused if refused.family == "tp 8")
     assert tp_8.problem.found.startswith("4 heads and 2 key/value heads")

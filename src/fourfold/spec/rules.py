@@ -182,10 +182,11 @@ RULES: tuple[Rule, ...] = (
         rules_layout.tp_fills_vocabulary,
         owed="library",
     ),
+    Rule("a layer for every rank of a pipeline", ("layout.pp", "model.layers"), rules_pipeline.pp_has_layers),
     Rule(
         "a layer for every stage",
-        ("layout.pp", "model.layers"),
-        rules_pipeline.pp_has_layers,
+        ("layout.pp_schedule", "layout.pp_virtual", "layout.pp", "model.layers"),
+        rules_pipeline.stages_have_layers,
     ),
     Rule(
         "stages of the schedule", ("layout.pp_virtual", "layout.pp_schedule"), rules_pipeline.virtual_stages

@@ -13,20 +13,31 @@ from fourfold.spec.words import counted
 
 
 def pp_has_layers(spec: Spec) -> Problem | None:
-    """Every stage is to have a block."""
-    model, layout = spec.model, spec.layout
-    stages = stages_in_all(layout)
-    if not isinstance(model, DecoderSpec | MlpSpec) or stages <= model.layers:
+    """Every rank of a pipeline is to have a block."""
+    model, pp = spec.model, spec.layout.pp
+    if not isinstance(model, DecoderSpec | MlpSpec) or pp <= model.layers:
         return None
-    each = stages_each(layout)
-    on_each = f", {counted(each, 'stage')} on each rank" if each > 1 else ""
-    fewer = [n for n in divisors(layout.pp) if n * each <= model.layers]
-    ways = [either("layout.pp", fewer[-1:])] if fewer else ["--set layout.pp=1"]
-    if each > 1 and layout.pp <= model.layers:
-        ways.append(_schedule("1f1b") + (" --set layout.pp_virtual=1" if layout.pp_virtual else ""))
     return Problem(
-        asked=f"layout.pp = {layout.pp} with model.layers = {model.layers}{on_each}",
-        found=f"{counted(stages, 'pipeline stage')} for {counted(model.layers, 'layer')}",
+        asked=f"layout.pp = {pp} with model.layers = {model.layers}",
+        found=f"{counted(pp, 'pipeline stage')} for {counted(model.layers, 'layer')}",
+        why="every stage holds at least one layer",
+        instead=either("layout.pp", [n for n in divisors(pp) if n <= model.layers][-1:]),
+    )
+
+
+def stages_have_layers(spec: Spec) -> Problem | None:
+    """Where a schedule puts several stages on a rank, each of them is to have a block."""
+    model, layout = spec.model, spec.layout
+    schedule, pp = SCHEDULES[layout.pp_schedule], layout.pp
+    each = schedule.stages if schedule.fixed else stages_each(layout)
+    if not isinstance(model, DecoderSpec | MlpSpec) or not 1 < pp <= model.layers < pp * each:
+        return None
+    fewer = model.layers // pp
+    ways = [f"--set layout.pp_virtual={fewer}"] if fewer > 1 and not schedule.fixed else []
+    ways.append(_schedule("1f1b") + (" --set layout.pp_virtual=1" if layout.pp_virtual else ""))
+    return Problem(
+        asked=f'layout.pp_schedule = "{layout.pp_schedule}" with layout.pp = {pp} and model.layers = {model.layers}',
+        found=f"{counted(pp * each, 'pipeline stage')}, {each} on each rank, for {counted(model.layers, 'layer')}",
         why="every stage holds at least one layer",
         instead=" or ".join(ways),
     )

@@ -26,15 +26,20 @@ def keep_is_used(spec: Spec) -> Problem | None:
 
 def keep_names_operations(spec: Spec) -> Problem | None:
     keep = spec.layout.recompute_keep
-    unknown = [name for name in keep if name not in KEEPABLE]
-    if not unknown:
+    unknown = [name for name in dict.fromkeys(keep) if name not in KEEPABLE]
+    twice = [name for name in dict.fromkeys(keep) if keep.count(name) > 1]
+    if not unknown and not twice:
         return None
-    meant = [get_close_matches(name, KEEPABLE, n=1, cutoff=0.0)[0] for name in keep]  # itself, if it is one
+    found = [f"no operation of the name {', '.join(map(toml_word, unknown))}"] if unknown else []
+    found += [f"{', '.join(map(toml_word, twice))} more than once"] if twice else []
+    meant = [
+        close for name in keep for close in get_close_matches(name, KEEPABLE, n=1)
+    ]  # itself, if it is one
     return Problem(
         asked=f"layout.recompute_keep = {_listed(keep)}",
-        found=f"no operation of the name {', '.join(map(toml_word, unknown))}",
+        found=", and ".join(found),
         why=f"there are {', '.join(KEEPABLE)}; by any other name nothing would be kept",
-        instead=_typed(list(dict.fromkeys(meant))),
+        instead=_typed(list(dict.fromkeys(meant)) or KEPT),
     )
 
 
