@@ -1,4 +1,4 @@
-"""Warm pools shared by the tests of one worker, and small Specs to run in them."""
+"""Warm pools shared by the tests of one file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ settings.register_profile("no-clock", deadline=None)  # a deadline would be an a
 settings.load_profile("no-clock")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
-    """`ranks(world)` is a pool of that many gloo ranks, made once per worker; a broken one is made again."""
+    """`ranks(world)` is a pool of that many gloo ranks, made once per file; a broken one is made again.
+
+    Not once per worker: every group of every mesh keeps threads that wake up several times a second, for as long as
+    its ranks live. After some thirty meshes four idle ranks had 2,400 of them, and took more than half of two cores.
+    """
     pools: dict[int, RankPool] = {}
 
     def pool(world: int) -> RankPool:

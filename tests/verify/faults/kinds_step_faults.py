@@ -48,8 +48,7 @@ def accumulated_scaled_each_time() -> None:
 
 def wrapper_bypassed() -> None:
     """The bare module is called, not DDP's: each rank trains alone."""
-    made = setup.parallelize
-    setup.parallelize = lambda module, *more: replace(made(module, *more), module=module)
+    Parallel.module = property(lambda self: self.modules[0])
 
 
 def _hooked(hook: Any) -> None:
@@ -221,8 +220,8 @@ def step_counter_shared() -> None:
 def _built(change: Callable[[Optimizer], None], **settings: Any) -> None:
     build = setup.Optimizer
 
-    def built(parameters: Any, spec: Any, *more: Any) -> Optimizer:
-        optimizer = build(parameters, spec.model_copy(update=settings), *more)
+    def built(parameters: Any, spec: Any, *more: Any, **options: Any) -> Optimizer:
+        optimizer = build(parameters, spec.model_copy(update=settings), *more, **options)
         change(optimizer)
         return optimizer
 
