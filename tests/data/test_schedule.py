@@ -29,17 +29,27 @@ def read_back(cut: BatchSchedule, step: int) -> tuple[np.ndarray, np.ndarray]:
     return rows, ids
 
 
-@given(small, small, small, st.integers(0, 30), st.sampled_from(["drop", "keep"]), st.integers(0, 9))
+@given(
+    *(small, small, small, st.integers(0, 30), st.sampled_from(["drop", "keep"]), st.integers(0, 9)),
+    st.booleans(),
+)
 @settings(max_examples=150, deadline=None)
 def test_ranks_and_microbatches_read_every_row_of_the_same_global_batch_once(
-    micro: int, accumulation: int, degree: int, spare: int, last: Any, step: int
+    micro: int, accumulation: int, degree: int, spare: int, last: Any, step: int, by_rank: bool
 ) -> None:
     size = micro * accumulation * degree
-    cut = BatchSchedule(size + spare, size, micro, accumulation, degree, 3, last_batch=last)
+    more: Any = {"last_batch": last, "by_rank": by_rank}
+    cut = BatchSchedule(size + spare, size, micro, accumulation, degree, 3, **more)
     whole = BatchSchedule(size + spare, size, size, 1, 1, 3, last_batch=last)
     rows, ids = read_back(cut, step)
     assert sorted(rows) == list(range(size))
     assert (ids[np.argsort(rows)] == whole.global_ids(step)).all()
+
+
+def test_one_microbatch_of_all_ranks_is_a_run_of_rows_or_all_of_one_rank() -> None:
+    for by_rank, first in ((False, [0, 1, 6, 7]), (True, [0, 1, 2, 3])):
+        cut = schedule(micro_batch=2, accumulation=2, degree=3, by_rank=by_rank)
+        assert [*cut.rows(0, 0), *cut.rows(0, 1)] == first
 
 
 @given(st.integers(1, 60), st.integers(1, 20), st.booleans())

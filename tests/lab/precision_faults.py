@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from fourfold.train import loop
 
 
@@ -12,3 +14,4 @@ def no_checks() -> None:
     from fourfold.train import meter
 
     meter.check_line = lambda *_: None
+    loop.Invariants.around = lambda *_: nullcontext()

@@ -41,8 +41,13 @@ TWO = [
     (*MLP,),
     (*MLP, "layout.zero=2"),
     (*MLP, "layout.zero=3", "layout.wrap=2"),
+    ("run.exact=true",),
+    ("run.exact=true", "layout.zero=3"),
 ]
 FOUR = [
+    ("run.exact=true", "layout.zero=1"),
+    ("run.exact=true", "layout.zero=2", "layout.dp_shard=2", "layout.dp_replicate=2"),
+    (*MOE, "run.exact=true", "layout.zero=3"),
     ("layout.zero=2", "layout.dp_shard=2", "layout.dp_replicate=2"),
     ("layout.zero=3", "layout.dp_shard=2", "layout.dp_replicate=2"),
     ("layout.zero=3", "layout.dp_shard=2", "layout.tp=2"),

@@ -148,7 +148,7 @@ def test_families_in_few_words() -> None:
     assert family((*MLP, "model.hidden=9"), 6, "tp cuts the mlp") == "tp 2, 6"
     assert family(MLP, 2, "sp needs tokens") == "sp"
     assert family(("precision.reduce=bf16",), 4, "reduction of replicas").endswith("(some)")
-    assert family(("run.exact=true",), 2, "run.exact not trained yet") == "run.exact"
+    assert family(("run.exact=true",), 2, "exact without tp") == "tp 2"
 
 
 def test_what_is_wrong_with_more_than_the_layout_refuses_all() -> None:

@@ -203,7 +203,13 @@ BROKEN: list[tuple[str, Sequence[str]]] = [
     ("tensors by their whole names", ['checkpoint.allow_surplus=["rank0.torch"]']),
     ("model.mla not trained yet", [NO_KV, MLA]),
     ("model.mtp_layers not trained yet", ["model.mtp_layers=1"]),
-    ("run.exact not trained yet", ["run.exact=true"]),
+    ("exact without tp", ["run.exact=true", "layout.tp=2"]),
+    ("exact without pp", ["run.exact=true", "layout.pp=2"]),
+    ("exact without cp", ["run.exact=true", "layout.cp=2"]),
+    ("exact without ep", [MOE, "run.exact=true", "layout.dp_shard=2", "layout.ep=2"]),
+    ("exact on powers of two", ["run.exact=true", "layout.dp_replicate=3"]),
+    ("exact on powers of two", ["run.exact=true", "layout.dp_replicate=2", "layout.dp_shard=6"]),
+    ("exact in wide sums", ["run.exact=true", "precision.compute=bf16", "precision.reduce=bf16"]),
 ]
 
 LEGAL: list[Sequence[str]] = [
@@ -315,14 +321,16 @@ def test_train_asks_more_than_always() -> None:
 
 
 def test_all_at_once() -> None:
-    spec = spec_of("model.kv_heads=3", "layout.sp=true", "run.exact=true", "model.mtp_layers=1")
+    spec = spec_of(
+        "model.kv_heads=3", "layout.sp=true", "run.seed=99999999999999999999", "model.mtp_layers=1"
+    )
     with pytest.raises(SpecError) as caught:
         require(spec)
     assert [problem.asked.split(" = ")[0] for problem in caught.value.problems] == [
         "model.kv_heads",
         "layout.sp",
+        "run.seed",
         "train with model.mtp_layers",
-        "train with run.exact",
     ]
 
 

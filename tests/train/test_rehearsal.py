@@ -22,6 +22,9 @@ LAYOUTS = [
 MOE = "model.moe={experts=4, top_k=2, shared_experts=1, balance='bias'}"
 MORE = [
     ("layout.unused_parameters=true", "layout.bucket_mib=0.01"),
+    ("run.exact=true", "layout.bucket_mib=0.01", "batch.micro_batch=1"),
+    ("run.exact=true", "layout.zero=3", "batch.micro_batch=1"),
+    ("run.exact=true", "layout.dp_shard=2", "layout.dp_replicate=2", "layout.zero=2"),
     ("precision.compute=bf16", "precision.reduce=bf16", "layout.bucket_mib=0.01"),
     ("precision.compute=fp16", "precision.parameters=compute", "layout.zero=3"),
     ("layout.zero=1", "layout.unused_parameters=true"),

@@ -169,6 +169,53 @@ def equal(
 
 
 @app.command
+def exact(
+    spec: str,
+    /,
+    *,
+    world: int,
+    steps: int = 20,
+    sets: Sets = (),
+    out: Path | None = None,
+    json: bool = False,
+) -> int:
+    """Train on 1, 2, 4, ... ranks in exact mode, at every stage of ZeRO, and compare every bit with one rank.
+
+    Compared are the losses, gradients, norms and parameters of every step and the whole state after the last, by
+    SHA-256. If something differs, the first value in order of execution is named.
+
+    Examples:
+
+        fourfold verify exact tiny --world 2
+        fourfold verify exact tiny --world 8 --set precision.compute=bf16
+        fourfold verify exact my.toml --world 4 --steps 5 --json
+
+    Parameters
+    ----------
+    spec
+        A TOML file, or the name of a ready Spec.
+    world
+        The largest number of ranks, a power of two.
+    steps
+        Optimizer steps.
+    sets
+        One setting, a.b=value in TOML, over the file; may be repeated.
+    out
+        A folder for the findings (default: the next free runs/verify-NAME-N); may be a run's.
+    json
+        Print one JSON document.
+    """
+    from fourfold.spec.load import load_spec
+    from fourfold.verify.exact import verify_exact
+
+    loaded = load_spec(spec, sets)
+    command = _command("exact", spec, sets, world=world, steps=steps)
+    document = verify_exact(loaded.spec, world, steps=steps, out=out, command=command, say=story)
+    settings = _sets((*sets, "run.exact=true"))
+    return _end(document, json, f"fourfold train {quote(spec)} --nproc {world}{settings}")
+
+
+@app.command
 def resume(
     spec: str,
     /,

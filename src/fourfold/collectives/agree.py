@@ -44,11 +44,17 @@ def agree(values: Mapping[str, str], *, partly: bool = False) -> list[Mapping[st
     Collectives: one all-gather of objects on the default group.
     Raises CheckFailed on every rank, naming each value and rank that differs.
     """
+    gathered = all_of(values)
+    problems = disagreements(gathered, partly=partly)
+    if problems:
+        raise CheckFailed(problems)
+    return gathered
+
+
+def all_of(values: Mapping[str, str]) -> list[Mapping[str, str]]:
+    """Those of every rank, in order of rank. Collectives: one all-gather of objects on the default group."""
     gathered: list[Mapping[str, str]] = [values]
     if dist.is_initialized():
         gathered = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, dict(values))
-    problems = disagreements(gathered, partly=partly)
-    if problems:
-        raise CheckFailed(problems)
     return gathered

@@ -1,7 +1,8 @@
 """Which sample stands in which row of which step: arithmetic on one integer, the position.
 
 A global batch depends on (seed, epoch, step) alone. Ranks and microbatches are only a way of reading its rows:
-G rows are read as [accumulation, degree, micro_batch], so one microbatch of all ranks is a run of rows.
+G rows are read as [accumulation, degree, micro_batch], so one microbatch of all ranks is a run of rows; in exact mode
+as [degree, accumulation, micro_batch], so all microbatches of one rank are.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class BatchSchedule:
     global_batch = micro_batch * accumulation * degree, in samples.
     last_batch: "drop" passes over the samples that fill no global batch (others in every epoch);
     "keep" fills the last one up with filler rows (id -1), at its end.
+    by_rank: all microbatches of one rank are a run of rows.
     Raises DataError for fewer samples than one global batch (if the last batch is dropped), SpecError where the
     product does not hold.
     """
@@ -42,6 +44,7 @@ class BatchSchedule:
     seed: int
     shuffle: bool = True
     last_batch: Literal["drop", "keep"] = "drop"
+    by_rank: bool = False
 
     def __post_init__(self) -> None:
         product = self.micro_batch * self.accumulation * self.degree
@@ -72,9 +75,8 @@ class BatchSchedule:
 
     def rows(self, dp_rank: int, micro: int) -> Ids:
         """The rows of a global batch that one rank reads in one microbatch: int64 [micro_batch]."""
-        return (micro * self.degree + dp_rank) * self.micro_batch + np.arange(
-            self.micro_batch, dtype=np.int64
-        )
+        place = dp_rank * self.accumulation + micro if self.by_rank else micro * self.degree + dp_rank
+        return place * self.micro_batch + np.arange(self.micro_batch, dtype=np.int64)
 
     def ids(self, steps: Sequence[int], rows: Ids) -> Ids:
         """The samples in these rows of these steps: int64 [len(steps), len(rows)]; -1 = filler."""

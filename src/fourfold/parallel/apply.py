@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,9 @@ from fourfold.parallel.clip import GradientNorm
 from fourfold.parallel.context_parallel import ContextParallel
 from fourfold.parallel.data_parallel import Alone, Replicas, moved
 from fourfold.parallel.every_block import EveryBlock
+from fourfold.parallel.exact_norm import exact_norm
 from fourfold.parallel.expert_parallel import expert_parallel
+from fourfold.parallel.leaves import Leaves
 from fourfold.parallel.mesh import stage_group, sub_mesh
 from fourfold.parallel.offload import home
 from fourfold.parallel.pipeline import Around, Factor, Pair, Pipeline, Weigh
@@ -35,6 +38,9 @@ from fourfold.spec.errors import CheckFailed
 from fourfold.spec.grid import Grid
 from fourfold.spec.training import LayoutSpec, PrecisionSpec
 
+Norm = Callable[[Sequence[nn.Parameter], torch.device], torch.Tensor]
+"""The global norm of all gradients: `clip.GradientNorm`, or `exact_norm`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
@@ -44,7 +50,7 @@ class Parallel:
     rank has of it. degree: over how many ranks the global batch is cut; dp_rank: which cut.
     counts: whether this rank speaks for its targets, where several compute the same ones. speaks: for its samples.
     joined: under tensor parallel each module that has parameters, by name, with its rule; else empty. trail: of those.
-    balance: of routers, moved once a step.
+    balance: of routers, moved once a step. leaves: in exact mode, the gradients of microbatches.
     """
 
     modules: tuple[LossModule, ...]
@@ -58,10 +64,11 @@ class Parallel:
     pipeline: Pipeline | None
     tied: Tied | None
     reductions: tuple[Alone | Replicas | Sharded, ...]
-    norm: GradientNorm
+    norm: Norm
     balance: Balance
     joined: Mapping[str, Rule]
     trail: Trail | None
+    leaves: Leaves | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -72,7 +79,8 @@ class Parallel:
     @property
     def loss_factor(self) -> int:
         """What the loss is multiplied with before backward, so that gradients are summed over ranks."""
-        return self.degree * self.grid.cp if isinstance(self.reductions[0], Replicas) else 1
+        averaged = isinstance(self.reductions[0], Replicas) and self.leaves is None
+        return self.degree * self.grid.cp if averaged else 1
 
     @property
     def share(self) -> int:
@@ -106,6 +114,8 @@ class Parallel:
             if self.context is not None:
                 self.context.check()
         else:
+            if self.leaves is not None:
+                self.leaves.begin(len(batches))
             for number, batch in enumerate(batches):
                 with self.microbatch(last=number + 1 == len(batches)):
                     with around(number):
@@ -183,10 +193,12 @@ def parallelize(
     layout: LayoutSpec,
     device: torch.device,
     precision: PrecisionSpec = PrecisionSpec(),  # noqa: B008  # frozen
+    exact: bool = False,
 ) -> Parallel:
     """Spread `module`, on the CPU or the meta device, as the settled `layout` says.
 
-    precision: in what parameters are gathered, and gradients summed over data-parallel ranks.
+    precision: in what parameters are gathered, and gradients summed over data-parallel ranks. exact: in one fixed
+    order, whatever their number.
 
     The order is fixed: context parallel, tensor and sequence parallel, expert parallel, recompute, stages of a
     pipeline, sharded data parallel or replicas. The rules have refused what is not built yet.
@@ -211,7 +223,8 @@ def parallelize(
     stages = whole(module)
     if grid.pp > 1:
         stages = in_stages(module, layout, device, precision, is_sharded(layout, device))
-    reductions = [spread(stage, layout, device, precision) for stage in stages.modules]
+    leaves = Leaves() if exact else None
+    reductions = [spread(stage, layout, device, precision, leaves) for stage in stages.modules]
     pipeline = Pipeline(stages.index, reductions, kit, layout, device, precision) if grid.pp > 1 else None
     has_loss = pipeline is None or pipeline.is_last
     return Parallel(
@@ -226,27 +239,37 @@ def parallelize(
         pipeline,
         stages.tied,
         tuple(reductions),
-        GradientNorm(grid, rank, stages.tied),
+        GradientNorm(grid, rank, stages.tied)
+        if leaves is None
+        else partial(exact_norm, speaks=place["dp_replicate"] == 0),
         Balance(stages.network, stage_group(grid, device.type)),
         joined,
         trail,
+        leaves,
     )
 
 
 def spread(
-    module: LossModule, layout: LayoutSpec, device: torch.device, precision: PrecisionSpec
+    module: LossModule,
+    layout: LayoutSpec,
+    device: torch.device,
+    precision: PrecisionSpec,
+    leaves: Leaves | None = None,
 ) -> Alone | Replicas | Sharded:
-    """Data parallel of one stage, or of the whole model: sharded, in copies, or neither."""
+    """Data parallel of one stage, or of the whole model: sharded, in copies, or neither.
+
+    leaves: where gradients are added up in one order, each when it comes.
+    """
     grid = Grid.of(layout)
     if is_sharded(layout, device):
         blocks = {name: module.module.get_submodule(name) for name in module.kit.blocks(module.module)}
-        reduction = Sharded(module, [*blocks.values()], layout, device, precision)
+        reduction = Sharded(module, [*blocks.values()], layout, device, precision, leaves)
         if layout.wrap != "model":
             EveryBlock(reduction.module, blocks)
         return reduction
     if grid.dp_replicate * grid.cp > 1:
-        return replicas(moved(module, device), layout, device, precision)
-    return Alone(moved(module, device), layout.unused_parameters)
+        return replicas(moved(module, device), layout, device, precision, leaves)
+    return Alone(moved(module, device), layout.unused_parameters, leaves)
 
 
 def is_sharded(layout: LayoutSpec, device: torch.device) -> bool:

@@ -45,6 +45,8 @@ def _state(parallel: Parallel, moments: Iterable[Tensor]) -> Found:
         if isinstance(reduction, Sharded):
             for group in reduction.groups:
                 yield from _of_group(group)
+    if parallel.leaves is not None:
+        yield from (("gradients", each) for each in parallel.leaves.held())
     for parameter in parallel.network.parameters():
         yield "parameters", parameter
         if parameter.grad is not None:

@@ -8,7 +8,8 @@ ready, so that it overlaps with the rest of backward (Li et al., arXiv 2006.1570
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fourfold.models.protocol import LossModule
 from fourfold.parallel.balance import correction_names
+from fourfold.parallel.in_order import Buckets, by_buckets
+from fourfold.parallel.leaves import Leaves, Turns
 from fourfold.parallel.narrow import narrow_all_reduce
 from fourfold.parallel.sharded import replaced
 from fourfold.parallel.took_part import unused
@@ -28,13 +31,21 @@ from fourfold.spec.training import LayoutSpec, PrecisionSpec
 class Alone:
     """One rank sees all samples: there is nothing to reduce."""
 
-    def __init__(self, module: nn.Module, may_be_unused: bool) -> None:
+    def __init__(self, module: nn.Module, may_be_unused: bool, leaves: Leaves | None = None) -> None:
         self.module = module
         self._may_be_unused = may_be_unused
+        self._turns = None if leaves is None else Turns(module, leaves)
 
-    def microbatch(self, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
         """Around forward and backward."""
-        return nullcontext()
+        if self._turns is None:
+            yield
+            return
+        with self._turns.microbatch():
+            yield
+        if last:
+            self._turns.settle()
 
     def finish(self) -> None:
         """Every trained parameter took part, as on every layout, or CheckFailed."""
@@ -57,8 +68,10 @@ class Replicas:
         layout: LayoutSpec,
         device: torch.device,
         precision: PrecisionSpec,
+        leaves: Leaves | None = None,
     ) -> None:
         """Wrap `module`: on `device`, equal on every rank (the census has compared them)."""
+        self._turns = None if leaves is None else Turns(module, leaves)
         self._own = [
             (f"{prefix}.{key}".removeprefix("module."), child, key, parameter, parameter.requires_grad)
             for prefix, child in module.named_modules()
@@ -76,7 +89,9 @@ class Replicas:
             find_unused_parameters=layout.unused_parameters,
             gradient_as_bucket_view=True,
         )
-        if precision.reduce == "bf16":
+        if self._turns is not None:
+            self._wrapped.register_comm_hook(Buckets(self._turns), by_buckets)
+        elif precision.reduce == "bf16":
             self._wrapped.register_comm_hook(dist.group.WORLD, narrow_all_reduce)
 
     @property
@@ -84,7 +99,8 @@ class Replicas:
         """Called like the bare loss module."""
         return self._wrapped
 
-    def microbatch(self, last: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
         """Around forward and backward: gradients are reduced in the last one only.
 
         Raises CheckFailed where a parameter is not the one that DDP was given, as it was: it would never be reduced.
@@ -96,7 +112,11 @@ class Replicas:
         ]
         if strangers:
             raise CheckFailed(replaced(strangers))
-        return nullcontext() if last else self._wrapped.no_sync()
+        with (
+            nullcontext() if last else self._wrapped.no_sync(),
+            nullcontext() if self._turns is None else self._turns.microbatch(),
+        ):
+            yield
 
     def finish(self) -> None:
         """Every gradient was reduced, or CheckFailed."""

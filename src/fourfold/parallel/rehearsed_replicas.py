@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -18,27 +18,36 @@ from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 from torch.nn import Parameter
 
 from fourfold.collectives.rehearsed import has_values
+from fourfold.collectives.tree import all_reduce
 from fourfold.models.protocol import LossModule
 from fourfold.parallel.data_parallel import Replicas
+from fourfold.parallel.leaves import Leaves, Turns
 from fourfold.parallel.took_part import unused
 from fourfold.spec.errors import CheckFailed
 from fourfold.spec.training import LayoutSpec, PrecisionSpec
 
 
 def replicas(
-    module: LossModule, layout: LayoutSpec, device: torch.device, precision: PrecisionSpec
+    module: LossModule,
+    layout: LayoutSpec,
+    device: torch.device,
+    precision: PrecisionSpec,
+    leaves: Leaves | None = None,
 ) -> Replicas:
     """`module` under torch's DDP, or, where its parameters have no values, as that would spread it."""
     if all(has_values(parameter) for parameter in module.parameters()):
-        return Replicas(module, layout, device, precision)
-    return RehearsedReplicas(module, layout, precision)
+        return Replicas(module, layout, device, precision, leaves)
+    return RehearsedReplicas(module, layout, precision, leaves)
 
 
 class RehearsedReplicas(Replicas):
     """What DDP asks for and holds, step by step, without its values."""
 
-    def __init__(self, module: LossModule, layout: LayoutSpec, precision: PrecisionSpec) -> None:
+    def __init__(
+        self, module: LossModule, layout: LayoutSpec, precision: PrecisionSpec, leaves: Leaves | None = None
+    ) -> None:
         self._network: nn.Module = module
+        self._turns = None if leaves is None else Turns(module, leaves)
         self._precision = precision
         self._may_be_unused = layout.unused_parameters
         self._cap = int(layout.bucket_mib * 2**20)
@@ -63,7 +72,8 @@ class RehearsedReplicas(Replicas):
             self._settled = True
         self._syncs, self._ready = last, []
         self._missing = [len(bucket) for bucket in self._buckets]
-        yield
+        with nullcontext() if self._turns is None else self._turns.microbatch():
+            yield
 
     def finish(self) -> None:
         """See `Replicas.finish`. Collectives: what a real one has at its end, where parameters may be unused."""
@@ -110,5 +120,8 @@ class RehearsedReplicas(Replicas):
             self._reduce(self._flat[number])
 
     def _reduce(self, flat: Tensor) -> None:
+        if self._turns is not None:
+            all_reduce(flat, None)
+            return
         narrow = self._precision.reduce == "bf16"
         dist.all_reduce(flat.to(torch.bfloat16) if narrow else flat)

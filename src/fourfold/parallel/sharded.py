@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +31,8 @@ from torch.distributed.tensor import DTensor, Shard
 from fourfold.models.boxes import cut_dim
 from fourfold.models.exchange import Stacks
 from fourfold.parallel.clip import local
+from fourfold.parallel.in_order import ReduceScatterInOrder
+from fourfold.parallel.leaves import Leaves
 from fourfold.parallel.mesh import stage_group, sub_mesh
 from fourfold.parallel.narrow import NarrowReduceScatter, policy
 from fourfold.parallel.offload import offload_policy
@@ -61,13 +63,18 @@ class Sharded:
         layout: LayoutSpec,
         device: torch.device,
         precision: PrecisionSpec,
+        leaves: Leaves | None = None,
     ) -> None:
         """Wrap `module`, its `blocks` first, in place. Parameters may be on the meta device.
+
+        leaves: where gradients of microbatches are added up in one order; they are whole then until the last one, and
+        what is said of stages 2 and 3 holds for the rest.
 
         Raises SpecError where one unit would have more blocks, or more units are gathered ahead, than there are.
         """
         self.module = module
         self._stage = layout.zero
+        self._leaves = leaves
         self._unused = layout.unused_parameters
         grid = Grid.of(layout)
         self._took_part = TookPart(module, stage_group(grid, device.type))
@@ -80,7 +87,7 @@ class Sharded:
             if isinstance(stack, Stacks)
             for parameter in stack.parameters()
         }
-        self._replicas = grid.dp_replicate > 1
+        self._replicas = grid.dp_replicate > 1 and leaves is None  # else its sum is that of the shards' own
         self._splits = layout.pp > 1 and SCHEDULES[layout.pp_schedule].splits
         self._asked: _Asked | None = None
         self._begun = False  # a step, by its first microbatch
@@ -102,8 +109,16 @@ class Sharded:
             wrapped.set_gradient_divide_factor(1.0)
             wrapped.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
             wrapped.set_reduce_scatter_unused_params(True)
-            if precision.reduce == "bf16":
+            if leaves is not None:
+                copies = (
+                    sub_mesh(grid, device.type, "dp_replicate").get_group() if grid.dp_replicate > 1 else None
+                )
+                wrapped.set_custom_reduce_scatter(ReduceScatterInOrder(copies))
+            elif precision.reduce == "bf16":
                 wrapped.set_custom_reduce_scatter(NarrowReduceScatter())
+        if leaves is not None:
+            for group in self.groups:
+                take_turns(group, leaves)
         if layout.prefetch:
             _gather_ahead([module, *(unit[0] for unit in units)], layout.prefetch)
 
@@ -120,7 +135,7 @@ class Sharded:
             mesh = sub_mesh(grid, device.type, copies)
             replicate(unit, mesh=mesh, mp_policy=self._precision)
             return
-        axes = both if grid.dp_replicate > 1 else both[1:]
+        axes = both if self._replicas else both[1:]
         fully_shard(
             unit,
             mesh=sub_mesh(grid, device.type, *axes),
@@ -153,8 +168,10 @@ class Sharded:
             self._check_own()
             self._begun = True
         last = last and not self._splits
+        if self._leaves is not None:
+            self._leaves.next()
         asked = _Asked(
-            sync=last or self._stage >= 2,
+            sync=last or (self._stage >= 2 and self._leaves is None),
             all_reduce=last or not self._replicas,
             drop=last or (self._stage not in (1, 2) and not self._splits),
         )
@@ -206,6 +223,25 @@ class Sharded:
         ]
         if strangers:
             raise CheckFailed(replaced(strangers))
+
+
+def take_turns(group: FSDPParamGroup, leaves: Leaves) -> None:
+    """Before FSDP2 sees to the gradients of a unit, they take their turns; in the step's last one it gets the sums."""
+    see_to = group.post_backward
+
+    @torch.no_grad()
+    def post_backward(*unused: Any) -> None:
+        for own in group.fsdp_params:
+            whole: Any = getattr(own, "_unsharded_param", None)
+            if whole is None or not own.sharded_param.requires_grad:
+                continue  # it was never gathered, or is frozen
+            gradient, whole.grad = whole.grad, None
+            if gradient is not None or not leaves.came(id(own)):  # FSDP2 may come again, with nothing new
+                wide = None if gradient is None else gradient.to(own.sharded_param.dtype)
+                own.unsharded_accumulated_grad = leaves.take(id(own), wide)
+        see_to(*unused)
+
+    group.post_backward = post_backward  # type: ignore[method-assign]
 
 
 def places(own: FSDPParam) -> list[tuple[nn.Module, str]]:

@@ -44,6 +44,11 @@ class Tied:
         self._may_be_unused = may_be_unused
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parameters, by the first of their names."""
+        return tuple(self._names)
+
+    @property
     def owners(self) -> tuple[str, ...]:
         """The modules of the beginning that the last stage has for their parameters alone."""
         return tuple(name.rpartition(".")[0] for name in self._names)

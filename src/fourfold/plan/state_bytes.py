@@ -88,8 +88,9 @@ def rank_bytes(spec: Spec, rank: int) -> Mapping[Instant, Mapping[Category, int]
     between = instants["between microbatches"]
     if layout.zero in (1, 2) and engine == "zero":
         between["gathered"] = gathered_bytes(spec.precision) * _gathered(parts)
-    between["gradients"] = padded if layout.zero >= 2 and engine == "zero" else whole
-    if layout.zero >= 2 and engine == "zero":
+    reduced = layout.zero >= 2 and engine == "zero" and not spec.run.exact  # exact mode reduces once a step
+    between["gradients"] = padded if reduced else whole
+    if reduced:
         between["buffers"] = each * _gathered(_last_reduced(parts, spec))
     if spec.batch.accumulation == 1 or layout.pp > 1:
         del instants["between microbatches"]

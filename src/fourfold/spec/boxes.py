@@ -74,10 +74,11 @@ def shard_range(length: int, parts: int, index: int) -> tuple[int, int]:
 def stack_dim(size: Sequence[int], cut: int | None, ranks: int) -> int:
     """The dim over which ZeRO cuts a stack of experts of `size` [experts, ...] between `ranks`.
 
-    The first that divides, but for one that is `cut` already: there are often fewer experts than ranks, and some of
-    these would hold none. Where no dim divides it is 0.
+    The first that divides, but for one that is `cut` already, and the last, whose rows stay whole (the norm of exact
+    mode is summed by row): there are often fewer experts than ranks, and some of these would hold none. Where no dim
+    divides it is 0.
     """
-    return next((dim for dim, length in enumerate(size) if dim != cut and length % ranks == 0), 0)
+    return next((dim for dim, length in enumerate(size[:-1]) if dim != cut and length % ranks == 0), 0)
 
 
 def box_of(

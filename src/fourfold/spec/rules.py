@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from fourfold.spec import (
     rules_context,
     rules_data,
+    rules_exact,
     rules_experts,
     rules_huggingface,
     rules_layout,
@@ -231,6 +233,21 @@ RULES: tuple[Rule, ...] = (
         rules_precision.replicas_reduce_in_fp32,
         owed="library",
     ),
+    *(
+        Rule(
+            f"exact without {axis}",
+            ("run.exact", f"layout.{axis}"),
+            partial(rules_exact.exact_without, axis),
+            owed="not built",
+        )
+        for axis in rules_exact.INSIDE
+    ),
+    Rule(
+        "exact on powers of two",
+        ("run.exact", "layout.dp_replicate", "layout.dp_shard"),
+        rules_exact.exact_halves,
+    ),
+    Rule("exact in wide sums", ("run.exact", "precision.reduce"), rules_exact.exact_reduces_wide),
     Rule("betas below one", ("optimizer.betas",), rules_training.betas_below_one),
     Rule("seed of 63 bits", ("run.seed",), rules_training.seed_fits),
     Rule("run.dir named", ("run.dir",), rules_training.dir_named),

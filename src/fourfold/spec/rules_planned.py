@@ -47,5 +47,4 @@ PLANNED = (
     Planned(
         "model.mtp_layers", lambda spec: getattr(spec.model, "mtp_layers", 0), 0, "multi-token prediction"
     ),
-    Planned("run.exact", lambda spec: spec.run.exact, False, "the exact mode"),
 )

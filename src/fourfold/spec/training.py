@@ -130,8 +130,11 @@ class RunSpec(Value):
     steps: PositiveInt = 100
     dir: str | None = None  # default: the next free runs/<name>-<n>
     seed: NonNegativeInt = 0
-    exact: bool = False  # bitwise the same for every data-parallel degree (not supported yet)
+    exact: bool = False  # the same bits on 1, 2, 4, ... data-parallel ranks, at every stage of ZeRO
     log_every: PositiveInt = 10  # steps between reductions of the metrics
+    check_every: PositiveInt = (
+        20  # steps between looks at what must hold: equal copies, ties, movement, dtypes
+    )
     validate_every: NonNegativeInt = 0  # steps between validations, and after the last; 0: only at the end
     validation_batches: NonNegativeInt = 0  # global batches of one validation; 0 = the whole set
     timeout_s: Annotated[float, Field(gt=0.0)] = 120.0  # longest wait in one collective

@@ -14,6 +14,7 @@ from fourfold.plan.run_plan import RunPlan
 from fourfold.record.run_dir import RunDir
 from fourfold.train.bundle import keeping_bundle
 from fourfold.train.checks import check_clipped, check_masters, check_step, check_unscaled
+from fourfold.train.invariants import Invariants
 from fourfold.train.observe import untouched
 from fourfold.train.recorder import Recorder
 from fourfold.train.saver import Saver
@@ -46,6 +47,7 @@ def train(
         warm_up(training)
         saver = Saver(training, run, record)
         first = saver.restore(plan.resume_from)
+        invariants = Invariants(training)
         record.started(first)
         if first and not evaluate(training, first - 1, record, stop):
             return record.ended("stopped", first - 1)
@@ -55,7 +57,8 @@ def train(
                 pair, totals = accumulate(training, batches, pending)
                 norm = clip(training)
                 check_step(training, batches, pair, norm)
-                rate = update(training, step)
+                with invariants.around(step, saver.is_due(step, totals)):
+                    rate = update(training, step)
             record.step(step, batches, pair, norm, rate, totals)
             if saver.is_due(step, totals):
                 saver.save(step, batches, stopping=totals.stop)

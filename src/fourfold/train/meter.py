@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fourfold.collectives.sums import sum_floats
+from fourfold.collectives.sums import sum_exactly, sum_floats
 from fourfold.data.batch import Batch
 from fourfold.record.writer import JsonLines
 from fourfold.spec.errors import CheckFailed, DataError
@@ -68,7 +68,8 @@ class Meter:
     def flush(self) -> dict[str, float] | None:
         """Sum what was collected over ranks and write it; returns the newest line, None if there was nothing.
 
-        Collectives: one all-reduce of six fp64 numbers per collected step, on the CPU.
+        Collectives: one all-reduce of six fp64 numbers per collected step, on the CPU; in exact mode one all-gather of
+        objects.
         Raises CheckFailed for a line that is not finite, or whose targets are not those of the batches, and where ranks
         scaled or skipped otherwise than the others; DataError where a line cannot be written.
         """
@@ -82,6 +83,9 @@ class Meter:
             own.zero_()
         scales = torch.tensor([s.scaled or Scaled(1.0, False) for s in steps], dtype=torch.float64)
         summed = sum_floats(torch.cat([own, scales], dim=1)).tolist()
+        if steps[0].pair.each is not None:
+            losses = sum_exactly([s.pair.each.tolist() for s in steps if s.pair.each is not None])
+            summed = [[loss, *others] for loss, (_, *others) in zip(losses, summed, strict=True)]
         norms = torch.stack([s.norm for s in steps]).tolist()
         now = time.perf_counter()
         step_s = (now - self._since) / len(steps)

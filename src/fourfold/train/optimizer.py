@@ -35,10 +35,12 @@ class Optimizer:
         parameters: Mapping[str, Parameter],
         spec: OptimizerSpec,
         room: Callable[[Mapping[str, Tensor]], MappedMoments] | None = None,
+        elementwise: bool = False,
     ) -> None:
         """parameters: by qualified name, tied ones once. Frozen ones (requires_grad False) are left out.
 
         room: makes room on disk for the moments of what is held, by name; None: they are in memory, where that is.
+        elementwise: an element is updated to the same bits wherever it stands in what is held.
         """
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._lies = {name: local(p).untyped_storage()._cdata for name, p in self._parameters.items()}
@@ -58,7 +60,10 @@ class Optimizer:
             lr=spec.lr,
             betas=spec.betas,
             eps=spec.eps,
-            fused=True,  # one kernel for a whole group; exists for CPU and CUDA
+            # One kernel for a whole group; exists for CPU and CUDA. What it does at the end of a tensor differs in bits
+            # from what it does before; the loop's own operations do not.
+            fused=not elementwise,
+            foreach=False,
         )
 
     @property
@@ -98,6 +103,10 @@ class Optimizer:
         self.adamw.zero_grad(set_to_none=True)
         for parameter in self._parameters.values():
             parameter.grad = None
+
+    def held(self, name: str) -> Parameter:
+        """What is updated for a parameter: itself, or what this rank holds of it."""
+        return self._held[name]
 
     def state_of(self, name: str) -> dict[str, Any]:
         """The live state of a parameter, of what is held of it here; empty where it was never updated."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import get_args
 
@@ -40,6 +41,19 @@ def settle_products(precision: PrecisionSpec) -> None:
     asked = "tf32" if precision.tf32 else "ieee"
     backends.cuda.matmul.fp32_precision = asked
     backends.cudnn.conv.fp32_precision = backends.cudnn.rnn.fp32_precision = asked  # type: ignore[attr-defined]
+
+
+def settle_order(threads: int) -> None:
+    """Have every operation of this process sum in one order, whatever the number of ranks: exact mode.
+
+    threads: of an operation on the CPU; where it is cut between them depends on their number. Collectives: none.
+    """
+    torch.set_num_threads(threads)
+    if torch.cuda.is_available():
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # what torch asks for, before its first product
+        torch.use_deterministic_algorithms(True)
 
 
 def require_device(precision: PrecisionSpec, device: torch.device) -> None:

@@ -157,14 +157,14 @@ def _built(spec: Spec, mode: FakeTensorMode, live: LiveBytes) -> tuple[Training,
     module = loss_module(kit, network, spec.precision, sharded)
     parallel: Parallel | None = None
     if sharded or is_cut(layout):  # on the meta device, as it is cut in a run
-        parallel = parallelize(module, layout, _CPU, spec.precision)
+        parallel = parallelize(module, layout, _CPU, spec.precision, spec.run.exact)
     with mode, live:
         if parallel is not None:
             for part in parallel.modules:
                 give_memory(part, _CPU)
         else:
             _remake(module, lambda tensor: torch.empty_like(tensor, device=_CPU))
-            parallel = parallelize(module, layout, _CPU, spec.precision)
+            parallel = parallelize(module, layout, _CPU, spec.precision, spec.run.exact)
         room = _unmapped if layout.offload == "disk" else None
         joined = Joined(Rank(0, 0, parallel.grid.world, parallel.grid.world), FakeStore(), _CPU)
         training = assembled(spec, joined, kit, module, parallel, blank_sources(spec), room, {}, no_beat)

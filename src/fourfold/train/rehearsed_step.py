@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fourfold.collectives.count import Collectives, Seen
 from fourfold.collectives.rehearsed import with_values
+from fourfold.collectives.tree import most_held
 from fourfold.data.batch import Batch
 from fourfold.parallel.bytes import held
 from fourfold.plan.rehearsal import Rehearsal, Traffic, sent_bytes
@@ -42,8 +43,13 @@ class Watch:
     _phase: str = ""
     _before: int = 0
     _microbatch: int = 0
+    _microbatches: int = _MICROBATCHES
 
     def __post_init__(self) -> None:
+        leaves = self.training.parallel.leaves
+        if leaves is not None:  # so many that as many sums are held before the last as in a real step
+            self._microbatches = max(most_held(self.training.schedule.accumulation), _MICROBATCHES)
+            leaves.order = _at_last
         self.training.beat = self._beat
         self.training.between = lambda: self._see("between microbatches")
 
@@ -96,7 +102,7 @@ class Watch:
         training = self.training
         accumulation = training.schedule.accumulation
         with with_values():
-            number_of = accumulation if self._staged else min(accumulation, _MICROBATCHES)
+            number_of = accumulation if self._staged else min(accumulation, self._microbatches)
             batches = [training.loader.mock()] * number_of
             pending = agree_totals(training, batches, False)
         accumulate(training, [_blank(batch) for batch in batches], pending)
@@ -105,7 +111,7 @@ class Watch:
 
     def _beat(self, step: int, phase: str, patient: bool = False) -> None:  # noqa: ARG002
         self._phase = phase
-        left = self.training.schedule.accumulation - _MICROBATCHES + 1
+        left = self.training.schedule.accumulation - self._microbatches + 1
         between = 1 if self._staged else max(left, 1)
         if phase == "forward":
             self._microbatch += 1
@@ -129,6 +135,11 @@ class Watch:
 
     def _beside(self) -> int:
         return self.live.now - _memory(self._held())
+
+
+def _at_last(microbatches: int) -> Sequence[int]:
+    """All sums are formed in a step's last microbatch."""
+    return [*[0] * (microbatches - 1), microbatches - 1]
 
 
 def _blank(batch: Batch) -> Batch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +37,7 @@ FREE = frozenset(
         "run.dir",
         "layout.offload_dir",
         "run.log_every",
+        "run.check_every",
         "run.validate_every",
         "run.validation_batches",
         "run.timeout_s",
@@ -52,6 +53,12 @@ FREE = frozenset(
         "data.workers",
     ]
 )
+
+
+# In exact mode the bits do not depend on these either: how many ranks there are, and what each of them holds. On the
+# number of threads they do.
+FREE_IN_EXACT = frozenset(["layout.dp_replicate", "layout.dp_shard", "layout.zero", "batch.accumulation"])
+HELD_IN_EXACT = frozenset(["hardware.threads_per_rank"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +117,15 @@ def resumed(plan: RunPlan, resume: Resume) -> GoingOn | None:
         raise DataError(_no_run(run))
     reader = RunReader(run.path)
     before = reader.spec().model_dump(mode="json")
-    if (world := reader.plan().get("world", plan.world)) != plan.world:
+    world = reader.plan().get("world", plan.world)
+    if world != plan.world and not plan.spec.run.exact:
         raise SpecError(_another_world(run, world, plan.world))
     differing = differences(before, plan.spec.model_dump(mode="json"))
     if differing:
         raise SpecError([_differs(run, *difference) for difference in differing])
     choice = newest_valid(run.checkpoints)
     saved = choice.path is not None or _was_saved(run, choice)
-    finished = (choice.step == plan.steps or not saved) and _is_finished(run, plan.world)
+    finished = (choice.step == plan.steps or not saved) and _is_finished(run, world)
     if choice.path is None and not finished and (saved or resume == "must"):
         raise DataError(_none(run, choice.passed_over, saved))
     resume_from = None if choice.path is None else str(choice.path)
@@ -223,15 +231,25 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     return read_lines(path) if path.exists() else iter(())
 
 
-def differences(before: Any, after: Any, at: str = "") -> list[tuple[str, Any, Any]]:
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """What makes two settled Specs (as JSON has them) those of different runs: setting, before, after."""
-    if isinstance(before, dict) and isinstance(after, dict):
+    exact = before["run"]["exact"] and after["run"]["exact"]
+    free, held = (FREE | FREE_IN_EXACT, HELD_IN_EXACT) if exact else (FREE, frozenset())
+    return [
+        (key, one, other)
+        for key, one, other in _unlike(before, after, "")
+        if key in held or not (key in free or key.startswith("hardware."))
+    ]
+
+
+def _unlike(before: Any, after: Any, at: str) -> list[tuple[str, Any, Any]]:
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
         return [
             found
             for key in sorted(before.keys() | after.keys())
-            for found in differences(before.get(key), after.get(key), f"{at}.{key}" if at else key)
+            for found in _unlike(before.get(key), after.get(key), f"{at}.{key}" if at else key)
         ]
-    return [] if before == after or at in FREE or at.startswith("hardware.") else [(at, before, after)]
+    return [] if before == after else [(at, before, after)]
 
 
 def _differs(run: RunDir, key: str, before: Any, after: Any) -> Problem:
@@ -256,7 +274,8 @@ def _another_world(run: RunDir, before: int, now: int) -> Problem:
     return Problem(
         asked=f"go on with {run.path} on {counted(now, 'rank')}",
         found=f"it was started on {before}",
-        why="going on with another number of ranks is not supported yet",
+        why="sums of gradients would have other bits: only in exact mode (run.exact = true from its beginning) is it "
+        "the same run on another number of ranks",
         instead=f"--nproc {before}",
     )
 

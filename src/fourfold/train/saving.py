@@ -17,7 +17,7 @@ from fourfold.checkpoint.load import load, open_together
 from fourfold.checkpoint.manifest import STATE, Manifest
 from fourfold.checkpoint.problems import damaged
 from fourfold.checkpoint.save import SaveFacts, save
-from fourfold.collectives.sums import sum_floats
+from fourfold.collectives.sums import sum_exactly, sum_floats
 from fourfold.data.batch import Batch
 from fourfold.record.rewind import Mark
 from fourfold.record.run_dir import RunDir
@@ -95,10 +95,16 @@ def load_state(training: Training, folder: Path) -> Restored:
     }
     _restore_scale(training, state, folder)
     tensors = make_room(training, manifest.tensors, state.never_updated)
+    new = (
+        rank >= manifest.world
+    )  # in exact mode there may be more ranks now: nothing is drawn from their streams
+    if new:
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("rank")}
     leave = allowed(training.spec.checkpoint, manifest.tensors.keys() - others, everywhere(training, tensors))
     load(folder, tensors, allow_missing=leave.initial, allow_surplus=[*others, *leave.left_out])
     batches = next(training.loader.steps(manifest.step - 1, manifest.step))
-    restore_streams(rank, tensors)
+    if not new:
+        restore_streams(rank, tensors)
     if not leave.another_model:
         _check_probe(float.fromhex(state.probe_loss), _probe_loss(training, batches), manifest, folder)
     return Restored(manifest.step, state.metrics, leave)
@@ -133,7 +139,7 @@ def _told(error: ValidationError) -> str:
 
 def _check_world(training: Training, manifest: Manifest, folder: Path) -> None:
     world = training.joined.rank.world
-    if manifest.world != world:
+    if manifest.world != world and not training.spec.run.exact:
         raise DataError(
             Problem(
                 asked=f"go on from {folder} on {counted(world, 'rank')}",
@@ -195,9 +201,13 @@ def _probe_loss(training: Training, batches: Sequence[Batch]) -> float:
     """Global loss sum of these microbatches under the present parameters, dropout off: nothing is changed by it."""
     float_dtype = training.dtype if training.dtype is torch.float64 else None
     total = torch.zeros(1, dtype=torch.float64, device=training.device)
+    each = []
     with observing(training):
         for batch in batches:
             with autocast(training.spec.precision, training.device):
                 loss_sum, _ = training.parallel.look(batch.to(training.device, float_dtype))
-            total += loss_sum.double()
+            each.append(loss_sum.double())
+            total += each[-1]
+    if training.spec.run.exact:
+        return sum_exactly([torch.stack(each).tolist()])[0]
     return float(sum_floats(total if training.parallel.counts else torch.zeros_like(total))[0])

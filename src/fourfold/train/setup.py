@@ -28,7 +28,7 @@ from fourfold.parallel.offload import MappedMoments, home, mapped
 from fourfold.spec.spec import Spec
 from fourfold.train.census import check_boxes, check_parameters, check_request
 from fourfold.train.optimizer import Optimizer
-from fourfold.train.precision import parameter_dtype, require_device, settle_products
+from fourfold.train.precision import parameter_dtype, require_device, settle_order, settle_products
 from fourfold.train.scaler import LossScale
 from fourfold.train.streams import seed_streams
 
@@ -99,6 +99,7 @@ def batch_schedule(spec: Spec, samples: int, degree: int) -> BatchSchedule:
         seed=spec.run.seed,
         shuffle=spec.data.shuffle,
         last_batch=spec.data.last_batch,
+        by_rank=spec.run.exact,
     )
 
 
@@ -134,15 +135,17 @@ def open_training(
     held = is_sharded(spec.layout, joined.device)
     if is_cut(spec.layout) and isinstance(kit, BoxedKit):
         module = loss_module(kit, kit.skeleton(dtype), spec.precision, held)
-        parallel = parallelize(module, spec.layout, joined.device, spec.precision)
+        parallel = parallelize(module, spec.layout, joined.device, spec.precision, spec.run.exact)
         for part in parallel.modules:
             fill_boxes(part, kit, seed, home(spec.layout, joined.device))
         census |= check_boxes(parallel.network)
     else:
         module = loss_module(kit, kit.build(seed, dtype), spec.precision, held)
         census |= check_parameters(module.module)
-        parallel = parallelize(module, spec.layout, joined.device, spec.precision)
+        parallel = parallelize(module, spec.layout, joined.device, spec.precision, spec.run.exact)
     settle_products(spec.precision)  # after what a user's model may set when it is built
+    if spec.run.exact:
+        settle_order(spec.hardware.threads_per_rank or 1)
     seed_streams(seed, joined.rank.rank)
     room = _room_on_disk(spec, joined, scratch) if spec.layout.offload == "disk" else None
     training = assembled(spec, joined, kit, module, parallel, sources, room, census, beat)
@@ -176,7 +179,7 @@ def assembled(
         model,
         module,
         parallel,
-        Optimizer(dict(model.named_parameters()), spec.optimizer, room),
+        Optimizer(dict(model.named_parameters()), spec.optimizer, room, elementwise=spec.run.exact),
         LossScale(spec.precision),
         sources,
         schedule,

@@ -81,7 +81,7 @@ def start(
         run_dir=run.path,
         timeout_s=plan.spec.run.timeout_s,
         grace_s=plan.spec.run.grace_s,
-        threads_per_rank=plan.spec.hardware.threads_per_rank,
+        threads_per_rank=plan.spec.hardware.threads_per_rank or (1 if plan.spec.run.exact else None),
         typed=plan.command,
         holds=True,
         restarts=Restarts(max_restarts, partial(next_point, plan, run), done) if max_restarts else None,

@@ -49,10 +49,14 @@ class PendingTotals:
 
 @dataclass(frozen=True, slots=True)
 class LossPair:
-    """This rank's share of the loss: fp64 sum over its valid targets, and their count; on the device, not read."""
+    """This rank's share of the loss: fp64 sum over its valid targets, and their count; on the device, not read.
+
+    each: in exact mode, that of each microbatch, fp64 [accumulation].
+    """
 
     sum: Tensor
     count: Tensor
+    each: Tensor | None = None
 
 
 def agree_totals(
@@ -111,7 +115,9 @@ def accumulate(
         held = [local(p.grad) for p in training.model.parameters() if p.grad is not None]
         training.scale.unscale(held, after)
     sums, counts = zip(*pairs, strict=True)
-    return LossPair(torch.stack([one.double() for one in sums]).sum(), torch.stack(counts).sum()), totals
+    each = torch.stack([one.double() for one in sums])
+    pair = LossPair(each.sum(), torch.stack(counts).sum(), None if parallel.leaves is None else each)
+    return pair, totals
 
 
 @torch.no_grad()

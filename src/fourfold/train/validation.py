@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from fourfold.collectives.sums import start_sum, sum_floats
+from fourfold.collectives.sums import start_sum, sum_exactly, sum_floats
 from fourfold.data.loader import validation_batches, validation_length
 from fourfold.launch.stop import StopRequest
 from fourfold.train.observe import observing
@@ -53,7 +54,8 @@ def validate(
 
     stop: when it has come to any rank, all break off before the same batch, the second from then at the latest.
     Collectives: one all-reduce of an integer on the CPU for each batch, asynchronous: it runs beside the forward, and
-    no rank waits for another that is less than a batch behind; one of three numbers at the end; those of `observing`.
+    no rank waits for another that is less than a batch behind; one of three numbers at the end, and in exact mode an
+    all-gather of objects; those of `observing`.
     """
     source = training.sources.validation
     if source is None:
@@ -63,6 +65,7 @@ def validate(
     assert spec.batch.micro_batch, "the Spec is not settled"
     float_dtype = training.dtype if training.dtype is torch.float64 else None
     sums = torch.zeros(3, dtype=torch.float64, device=training.device)
+    each: list[Tensor] = []  # in exact mode the loss of each batch
     wishes = start_sum([int(stop is not None and stop.requested)])
     with observing(training):
         for batch in validation_batches(
@@ -79,10 +82,14 @@ def validate(
                 return "broken off"
             wishes = start_sum([int(stop is not None and stop.requested)])
             with autocast(spec.precision, training.device):
-                loss_sum, count = parallel.look(batch.to(training.device, float_dtype))
+                loss_of_batch, count = parallel.look(batch.to(training.device, float_dtype))
             filled = (batch.sample_ids >= 0).sum() * int(parallel.speaks)
-            sums += torch.stack([loss_sum.double(), count.double(), filled.to(training.device).double()])
+            if spec.run.exact:
+                each.append(loss_of_batch.double())
+            sums += torch.stack([loss_of_batch.double(), count.double(), filled.to(training.device).double()])
     wishes.wait()  # what came with the last batch came too late
     loss_sum, targets, samples = sum_floats(sums if parallel.counts else torch.zeros_like(sums)).tolist()
+    if spec.run.exact:
+        (loss_sum,) = sum_exactly([torch.stack(each).tolist()])
     loss = loss_sum / targets if targets else float("nan")
     return ValidationResult(loss, int(targets), int(samples), time.perf_counter() - start)

@@ -133,8 +133,8 @@ def everything_decays() -> None:
     """Weight decay acts on norms and biases, too."""
     build = setup.Optimizer
 
-    def decaying(parameters: Any, spec: Any, *more: Any) -> Any:
-        optimizer = build(parameters, spec, *more)
+    def decaying(parameters: Any, spec: Any, *more: Any, **options: Any) -> Any:
+        optimizer = build(parameters, spec, *more, **options)
         for group in optimizer.adamw.param_groups:
             group["weight_decay"] = spec.weight_decay
         return optimizer
