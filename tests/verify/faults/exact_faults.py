@@ -68,14 +68,13 @@ def fused_update() -> None:
 
 
 def rounded_losses() -> None:
-    """Losses are added up rank by rank."""
+    """Losses are added up in fp32, first those of a rank."""
     from fourfold.collectives import sums
     from fourfold.verify import exact_rank
 
     def added(values: Any) -> list[float]:
-        return [
-            float(one) for one in sums.sum_floats(torch.tensor([sum(v) for v in values], dtype=torch.float64))
-        ]
+        own = [float(torch.tensor(of_step, dtype=torch.float32).sum()) for of_step in values]
+        return [float(total) for total in sums.sum_floats(torch.tensor(own, dtype=torch.float64))]
 
     exact_rank.sum_exactly = added
 
