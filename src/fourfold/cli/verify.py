@@ -211,7 +211,7 @@ def exact(
     loaded = load_spec(spec, sets)
     command = _command("exact", spec, sets, world=world, steps=steps)
     document = verify_exact(loaded.spec, world, steps=steps, out=out, command=command, say=story)
-    settings = _sets((*sets, "run.exact=true"))
+    settings = _sets((*(one for one in sets if not one.startswith("run.exact=")), "run.exact=true"))
     return _end(document, json, f"fourfold train {quote(spec)} --nproc {world}{settings}")
 
 

@@ -127,6 +127,7 @@ def _settled(spec: Spec, layout: LayoutSpec) -> Spec:
     degrees = layout.model_dump(include={"dp_replicate", "dp_shard", "zero"})
     run = spec.run.model_copy(update={"exact": True})
     asked = spec.model_copy(update={"layout": spec.layout.model_copy(update=degrees), "run": run})
+    require(asked, "train")  # other axes are refused as such, not for the world that they would need
     settled = settle(asked, int(layout.dp_replicate) * int(layout.dp_shard))
     require(settled, "train")
     return settled
