@@ -17,6 +17,7 @@ from fourfold.parallel.clip import local
 from fourfold.spec.errors import CheckFailed, Problem
 from fourfold.spec.words import counted
 
+_TOLD = 8  # tensors, of those that differ
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -78,7 +79,8 @@ class Copies:
         }
         found = disagreements(all_of(parts), partly=True)
         since = "it was not looked at before" if held_until is None else f"after step {held_until} it held"
-        raise CheckFailed([_differs(problem, step, since) for problem in found[:8]] + _more(found[8:], step))
+        more = f"; and {counted(len(found) - _TOLD, 'more tensor')} like it" if len(found) > _TOLD else ""
+        raise CheckFailed([_differs(problem, step, since + more) for problem in found[:_TOLD]])
 
 
 def _of_all(names: Mapping[str, str]) -> str:
@@ -99,10 +101,3 @@ def _differs(problem: Problem, step: int, since: str) -> Problem:
         instead="look at what that rank did in these steps beside the optimizer's update: a gradient that was not "
         "reduced, a value changed in place, memory that fails; fourfold verify equal names the collective",
     )
-
-
-def _more(found: list[Problem], step: int) -> list[Problem]:
-    if not found:
-        return []
-    left = counted(len(found), "more tensor")
-    return [Problem(f"equal copies after step {step}", f"{left} that differ", "as above", "as above")]

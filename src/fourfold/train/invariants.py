@@ -94,7 +94,7 @@ class Invariants:
             copies.add(who.strip(), [(key, known[key]) for key in held])
         buffers, moving = _compared_buffers(training), set(correction_names(training.model))
         found = hashes(buffers)
-        changed = [n for n in found if found[n] != self._buffers[n] and n not in moving]
+        changed = [n for n in found if found[n] != self._buffers.get(n) and n not in moving]
         copies.add(f"buffers of stage {stage}", [(n, found[n]) for n in found if n not in changed])
         copies.add(f"stage {stage}", [("the names of buffers that change", " ".join(changed) or "none")])
         rate = {group["lr"] for group in training.optimizer.adamw.param_groups}
@@ -174,7 +174,7 @@ class Invariants:
             return
         moving = set(correction_names(training.model))
         found = hashes({n: b for n, b in training.model.named_buffers() if n not in moving})
-        kept = [name for name, one in found.items() if one != self._buffers[name]]
+        kept = [name for name, one in found.items() if one != self._buffers.get(name)]
         if kept:
             yield Problem(
                 asked=f"the same bits on any number of ranks (run.exact = true), in step {step + 1}",

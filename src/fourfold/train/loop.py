@@ -36,7 +36,8 @@ def train(
     """Train as planned, on this rank; every rank of the world calls it with the same plan.
 
     sources: opened data in place of the Spec's own.
-    Collectives of a step: one tiny sum before its first backward, the gradients' reduction in its last.
+    Collectives of a step: one tiny sum before its first backward, the gradients' reduction in its last; every
+    `run.check_every` steps those of `Invariants`.
     Raises CheckFailed for a failed check, DataError for data, records or a save without which the run cannot end or
     go on, what torch raises when a peer is gone.
     """
