@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from fourfold.cli.lab import coverage_lines
+from fourfold.cli.lab_coverage import coverage_lines
 from fourfold.cli.main import main
 from fourfold.lab import coverage
 from fourfold.lab.coverage import EXERCISES, SAMPLES, WORLD, lab_coverage

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from fourfold.launch.pulse import Pulse, clear_pulses, read_pulses
+from fourfold.launch.pulse import Pulse, clear_ranks, read_pulses
 from fourfold.spec.errors import DataError
 
 
@@ -48,7 +48,7 @@ def test_what_is_no_pulse_is_passed_over_and_old_ones_are_cleared(tmp_path):
     (tmp_path / "rankx").write_bytes(b"")
     assert read_pulses(tmp_path) == {}
     assert read_pulses(tmp_path / "missing") == {}
-    clear_pulses(tmp_path)
+    clear_ranks(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

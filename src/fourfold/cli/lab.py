@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +44,7 @@ def coverage(*, out: Path | None = None, json: bool = False) -> int:
     json
         Print one JSON document.
     """
+    from fourfold.cli.lab_coverage import coverage_lines
     from fourfold.lab.coverage import lab_coverage
 
     document = lab_coverage(out=out)
@@ -58,26 +59,6 @@ def _shown(document: dict[str, Any], lines: Lines, json: bool, next_line: str) -
         print("\n".join(lines(document)))
     next_command(next_line)
     return EXIT_DONE if document["verdict"] == "pass" else EXIT_CHECK_FAILED
-
-
-def coverage_lines(document: Mapping[str, Any]) -> list[str]:
-    """Every exercise: each rank's ids by epoch (".": a row without a sample), and what the ledger says of them."""
-    lines = [
-        f"{document['samples']} samples, {document['world']} ranks, ids in the order in which they are read"
-    ]
-    for entry, finding in zip(document["exercises"], document["findings"], strict=True):
-        lines += ["", paint(entry["title"], "bold", sys.stdout)]
-        for rank, epochs in enumerate(entry["ids"]):
-            for epoch, ids in enumerate(epochs):
-                lines.append(f" rank {rank} epoch {epoch + 1}:{_ids(ids)}")
-        good = "clean" if entry is document["exercises"][0] else "caught"
-        verdict = good if finding["verdict"] == "pass" else f"NOT {good}"
-        lines.append(f" ledger: {finding['measured']}  -> {verdict}")
-    return [*lines, "", f"{document['verdict']}  {document['findings_file']}"]
-
-
-def _ids(ids: Sequence[int]) -> str:
-    return "".join(f" {'.' if i < 0 else i:>2}" for i in ids)
 
 
 @app.command
@@ -287,6 +268,36 @@ def pipeline(
     command += "" if microbatches is None else f" --microbatches {microbatches}"
     document = lab_pipeline(nproc=nproc, microbatches=microbatches, out=out, command=command, say=story)
     return _shown(document, pipeline_lines, json, "fourfold layout show --world 8 --set layout.pp=4")
+
+
+@app.command
+def order(*, nproc: int = 2, out: Path | None = None, json: bool = False) -> int:
+    """One rank is late, leaves, or calls its collectives in another order, group or shape: it is named, and its line.
+
+    Each mistake is made twice: what torch says of it alone - an error that names nobody, an abort, wrong sums without
+    a word - and what fingerprints and watchdog say, which are on in every run.
+
+    Examples:
+
+        fourfold lab order
+        fourfold lab order --nproc 4
+        fourfold lab order --json
+
+    Parameters
+    ----------
+    nproc
+        Ranks to start on this machine, 2 to 8.
+    out
+        A folder for the findings (default: the next free runs/verify-lab-N).
+    json
+        Print one JSON document.
+    """
+    from fourfold.cli.lab_order import order_lines
+    from fourfold.lab.order import lab_order
+
+    command = "fourfold lab order" + (f" --nproc {nproc}" if nproc != 2 else "")
+    document = lab_order(nproc=nproc, out=out, command=command, say=story)
+    return _shown(document, order_lines, json, "fourfold train tiny --nproc 2")
 
 
 @app.command

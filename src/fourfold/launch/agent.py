@@ -21,13 +21,14 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from fourfold.launch.failure import signal_name
 from fourfold.launch.processes import Leash, RankProcess
-from fourfold.launch.pulse import clear_pulses
+from fourfold.launch.pulse import clear_ranks
 from fourfold.launch.rank import ATTEMPT, loopback
 from fourfold.launch.restarts import Attempts, Restarts
 from fourfold.launch.stop import SignalsTaken, StopRequest
 from fourfold.launch.story import on_screen
 from fourfold.launch.watch import Outcome, Watch, log_path
 from fourfold.record.aloud import say
+from fourfold.record.calls import CALLS
 from fourfold.record.environment import cores
 from fourfold.record.problems import unwritable
 from fourfold.spec.errors import EXIT_STOPPED, Problem, SpecError
@@ -124,7 +125,8 @@ class RankAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         run_dir = Path(self._request.run_dir)
-        clear_pulses(run_dir / "pulse")
+        clear_ranks(run_dir / "pulse")
+        clear_ranks(run_dir / CALLS)
         self._processes = []
         since = time.time()
         for worker in worker_group.workers:

@@ -30,8 +30,9 @@ from fourfold.launch.processes import LAUNCHER
 from fourfold.launch.pulse import START, Pulse
 from fourfold.launch.rank import ATTEMPT, Rank
 from fourfold.record.aloud import say
+from fourfold.record.calls import CALLS, read_calls, told_of
 from fourfold.record.writer import write_json
-from fourfold.spec.errors import EXIT_BUG, EXIT_KILLED_BASE, EXIT_UNREADABLE, FourfoldError, Stopped
+from fourfold.spec.errors import EXIT_BUG, EXIT_KILLED_BASE, EXIT_UNREADABLE, FourfoldError, RankLate, Stopped
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -64,7 +65,18 @@ def guard(rank: Rank, store: Store | None, run_dir: Path, pulse: Pulse | None) -
     except Stopped as stopped:
         leave(stopped.exit_code)
     except BaseException as error:
-        report = _report(rank, pulse, error)
+        end(rank, store, run_dir, pulse, error)
+
+
+_ending = threading.Lock()
+
+
+def end(
+    rank: Rank, store: Store | None, run_dir: Path, pulse: Pulse | None, error: BaseException
+) -> NoReturn:
+    """Report an error and end the process, from whatever thread; the first that comes is the one that counts."""
+    with _ending:  # never let go
+        report = _report(rank, run_dir, pulse, error)
         _tell(rank, store, run_dir, report, error)
         leave(report.exit_code)
 
@@ -93,7 +105,7 @@ def _stacks(path: Path) -> Iterator[None]:
             faulthandler.disable()
 
 
-def _report(rank: Rank, pulse: Pulse | None, error: BaseException) -> FailureReport:
+def _report(rank: Rank, run_dir: Path, pulse: Pulse | None, error: BaseException) -> FailureReport:
     if isinstance(error, FourfoldError):
         code = error.exit_code
     elif isinstance(error, KeyboardInterrupt):
@@ -102,12 +114,15 @@ def _report(rank: Rank, pulse: Pulse | None, error: BaseException) -> FailureRep
         code = EXIT_UNREADABLE
     else:
         code = EXIT_BUG
+    message = describe(error)
+    if is_secondary(error) and not isinstance(error, FourfoldError):
+        message = "\n".join(filter(None, (message, told_of(read_calls(run_dir / CALLS)))))
     return FailureReport(
         rank=rank.rank,
-        kind="collective" if is_secondary(error) else "raised",
+        kind="hung" if isinstance(error, RankLate) else "collective" if is_secondary(error) else "raised",
         step=pulse.step if pulse else 0,
         phase=pulse.phase if pulse else START,
-        message=describe(error),
+        message=message,
         exit_code=code,
         time=time.time(),
         traceback="".join(traceback.format_exception(type(error), error, _from_caller(error))),
@@ -150,7 +165,7 @@ def _exchange(rank: Rank, store: Store, report: FailureReport, wait: bool) -> li
                 for other in set(range(rank.world)) - {rank.rank}:
                     if store.check([f"failure/{other}"]):
                         told = FailureReport.model_validate_json(store.get(f"failure/{other}"))
-                        if told.kind == "raised":
+                        if told.kind in ("raised", "hung"):
                             found[other] = told
                 time.sleep(0.1)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from fourfold.launch.failure import FailureReport, describe, is_secondary
 from fourfold.launch.guard import STACK_SIGNAL
 from fourfold.launch.pulse import START
-from fourfold.launch.rank import Rank, backend_of, bind, loopback
+from fourfold.launch.rank import Rank, backend_of, bind, loopback, record_collectives
 from fourfold.spec.errors import EXIT_BUG, FourfoldError
 
 DONE, FAILED = b"+", b"-"  # the first byte of an answer; the rest is a pickled result, or a report in JSON
@@ -72,6 +72,7 @@ def _join(place: Place) -> None:
 
     here = Rank(place.rank, place.rank, place.world, place.world)
     device = bind(place.device, here)
+    record_collectives()
     interface = loopback()
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -39,7 +39,7 @@ class Pulse:
         path = Path(directory) / f"rank{rank}"
         self.step = 0
         self.phase = START
-        self._beats = 0
+        self.beats = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # Real bytes, not a hole: a store into a mapped hole on a full disk is a bus error.
@@ -57,8 +57,8 @@ class Pulse:
         """
         self.step = step
         self.phase = phase
-        self._beats += 1
-        _RECORD.pack_into(self._memory, 0, self._beats, step, time.time(), patient, phase.encode())
+        self.beats += 1
+        _RECORD.pack_into(self._memory, 0, self.beats, step, time.time(), patient, phase.encode())
 
     def close(self) -> None:
         """Unmap the file; the last beat stays readable in it."""
@@ -76,8 +76,8 @@ def read_pulses(directory: Path | str) -> dict[int, Beat]:
     return found
 
 
-def clear_pulses(directory: Path | str) -> None:
-    """Remove what an earlier start left, so that it cannot be taken for a living rank's."""
+def clear_ranks(directory: Path | str) -> None:
+    """Remove the files of an earlier start's ranks, so that none can be taken for a living rank's."""
     for path in Path(directory).glob("rank*"):
         with suppress(OSError):
             os.unlink(path)

@@ -22,6 +22,7 @@ from fourfold.launch.processes import RankProcess
 from fourfold.launch.pulse import Beat, read_pulses
 from fourfold.launch.stop import SECOND_AFTER_S
 from fourfold.launch.story import last_lines
+from fourfold.record.calls import CALLS, read_calls, told_of
 from fourfold.spec.errors import (
     EXIT_BUG,
     EXIT_DONE,
@@ -184,6 +185,7 @@ class Watch:
             time.sleep(_STACKS_S)
         RankProcess.kill_all(self._processes)
         if failures:
+            failures = (self._with_calls(failures[0]), *failures[1:])
             return Outcome(failures[0].exit_code, tuple(self._with_evidence(one) for one in failures))
         if self._forwarded is not None and any(
             code not in (EXIT_DONE, EXIT_STOPPED) for code in codes.values()
@@ -197,6 +199,14 @@ class Watch:
     ) -> End:
         log = last_lines(process.log, since=process.log_start) if process.log else None
         return End(process.rank, code, process.ended_at or time.time(), beat, report, log)
+
+    def _with_calls(self, failure: FailureReport) -> FailureReport:
+        """What the last collectives of all ranks say of it, where it left, was lost, or was aborted by one."""
+        aborted = failure.kind == "killed" and failure.exit_code == EXIT_KILLED_BASE + signal.SIGABRT
+        told = told_of(read_calls(self._run_dir / CALLS))
+        if not told or told in failure.message or not (aborted or failure.kind in ("left", "collective")):
+            return failure
+        return failure.model_copy(update={"message": "\n".join(filter(None, (failure.message, told)))})
 
     def _with_evidence(self, failure: FailureReport) -> FailureReport:
         stacks = of_attempt(self._run_dir / "stacks", self._attempt) / f"rank{failure.rank}.txt"

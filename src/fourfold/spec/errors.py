@@ -6,6 +6,8 @@ FourfoldError                 1  a bug of ours, or a failure with no better clas
 ├── NoLayoutFits              4  nothing legal fits the memory given
 ├── DataError (OSError)       5  data, record or checkpoint cannot be read or written
 ├── Stopped                  75  stopped by a signal, in good order
+├── RankWaits                 1  a rank gave up waiting for another in a collective
+├── RankLate                137  a rank kept the others waiting for too long
 └── RankFailed               128+n or the failing rank's own code
 """
 
@@ -88,6 +90,18 @@ class Stopped(FourfoldError):
     """Stopped by a signal, in good order."""
 
     exit_code = EXIT_STOPPED
+
+
+class RankWaits(FourfoldError):
+    """Another rank did not come to a collective in time: what this one ends with."""
+
+    secondary = True
+
+
+class RankLate(FourfoldError):
+    """The others wait in a collective that this rank did not come to in time; as if it had been killed for it."""
+
+    exit_code = EXIT_KILLED_BASE + 9  # SIGKILL, by which a launcher would end it
 
 
 class RankFailed(FourfoldError):

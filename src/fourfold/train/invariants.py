@@ -6,6 +6,7 @@
   movement   a parameter moves if it has a gradient, and only then
   dtypes     of parameters, gradients and moments are the declared ones
   finite     no parameter and no moment holds a value that is not
+  calls      all ranks of a group have called the same collectives in the same order, from the same lines
 
 The first step of every start is looked at, and the last, and each that is saved: a broken state is not published.
 """
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fourfold.collectives.fingerprints import Fingerprints
 from fourfold.parallel.balance import correction_names
 from fourfold.parallel.clip import local
 from fourfold.parallel.offload import SLOTS
@@ -33,9 +35,9 @@ from fourfold.train.streams import streams_of
 class Invariants:
     """Of one rank's training, from its beginning."""
 
-    def __init__(self, training: Training) -> None:
-        """Collectives: none."""
-        self._training = training
+    def __init__(self, training: Training, calls: Fingerprints | None = None) -> None:
+        """calls: the record of this rank's collectives, where one is kept. Collectives: none."""
+        self._training, self._calls = training, calls
         self._ties = _ties(training)
         self._buffers = hashes(dict(training.model.named_buffers()))
         self._streams = self._drawn()
@@ -51,7 +53,7 @@ class Invariants:
     def around(self, step: int, saves: bool) -> Iterator[None]:
         """Around the update of `step` (from 0), which drops the gradients.
 
-        Collectives: those of `Copies.compare`, where it is due.
+        Collectives: those of `Fingerprints.compare` and of `Copies.compare`, where it is due.
         Raises CheckFailed with everything that does not hold on this rank, or what differs between ranks.
         """
         if not self.due(step, saves):
@@ -77,6 +79,8 @@ class Invariants:
         problems += [*self._ties_and_groups(step), *self._values(step), *self._own_to_a_rank(step)]
         if problems:
             raise CheckFailed(problems)
+        if self._calls is not None:
+            self._calls.compare(step + 1)
         self._copies(step, after).compare(step + 1, self._held_until)
         self._held_until, self._first = step + 1, False
 

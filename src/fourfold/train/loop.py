@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from fourfold.collectives.fingerprints import Fingerprints
 from fourfold.data.batch import Batch
 from fourfold.data.source import Sources
 from fourfold.launch.rank import Joined
@@ -32,10 +33,11 @@ def train(
     stop: StopRequest,
     beat: Beat,
     sources: Sources | None = None,
+    calls: Fingerprints | None = None,
 ) -> Ending:
     """Train as planned, on this rank; every rank of the world calls it with the same plan.
 
-    sources: opened data in place of the Spec's own.
+    sources: opened data in place of the Spec's own. calls: the record of this rank's collectives, where one is kept.
     Collectives of a step: one tiny sum before its first backward, the gradients' reduction in its last; every
     `run.check_every` steps those of `Invariants`.
     Raises CheckFailed for a failed check, DataError for data, records or a save without which the run cannot end or
@@ -48,7 +50,7 @@ def train(
         warm_up(training)
         saver = Saver(training, run, record)
         first = saver.restore(plan.resume_from)
-        invariants = Invariants(training)
+        invariants = Invariants(training, calls)
         record.started(first)
         if first and not evaluate(training, first - 1, record, stop):
             return record.ended("stopped", first - 1)

@@ -10,17 +10,21 @@ import os
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
 
-from fourfold.launch.guard import guard, leave
+from fourfold.collectives.fingerprints import Fingerprints
+from fourfold.collectives.watchdog import Place, Watchdog
+from fourfold.launch.guard import end, guard, leave
 from fourfold.launch.pulse import Pulse
 from fourfold.launch.rank import Joined, Rank, join
 from fourfold.launch.stop import StopRequest
 from fourfold.plan.run_plan import RunPlan
 from fourfold.record.aloud import folded, say
+from fourfold.record.calls import CALLS, CallsFile
 from fourfold.record.run_dir import RunDir
 from fourfold.record.writer import JsonLines
 from fourfold.spec.errors import EXIT_DONE, EXIT_STOPPED, FourfoldError, Problem, SpecError
@@ -63,11 +67,23 @@ def run_under_torchrun(plan: RunPlan, rank: Rank, resume: Resume, text: str, sto
 def _train_guarded(plan: RunPlan, joined: Joined, run: RunDir, stop: StopRequest) -> int:
     """From here on a failure can be told to the other ranks, through the store."""
     pulse = Pulse(run.path / "pulse", joined.rank.rank)
-    with guard(joined.rank, joined.store, run.path, pulse):
+    rank, store = joined.rank, joined.store
+    with guard(rank, store, run.path, pulse):
         pulse.beat(0, LONG_PHASE, patient=True)
-        _note_attempt(joined.rank, run)
+        _note_attempt(rank, run)
+        calls = Fingerprints(CallsFile(run.path / CALLS, rank.rank))
+        watchdog = Watchdog(
+            rank=rank.rank,
+            world=rank.world,
+            store=store,
+            timeout_s=plan.spec.run.timeout_s,
+            fingerprints=calls,
+            at=lambda: Place(pulse.step, pulse.phase, pulse.beats),
+            end=partial(end, rank, store, run.path, pulse),
+        )
         try:
-            ending = train(plan, joined, run, stop, pulse.beat)
+            with calls.kept(), watchdog.watching():
+                ending = train(plan, joined, run, stop, pulse.beat, calls=calls)
         except SystemExit as leaving:  # never ours: with code 0 it would pass for a finished run
             raise FourfoldError(_left(leaving)) from leaving
     pulse.close()
