@@ -59,7 +59,8 @@ def test_a_finished_run(run: RunDir) -> None:
     assert summary == Summary(
         steps_asked=20, steps_done=20, first_loss=4.0, last_loss=2.0, best_loss=1.5,
         validation_loss=2.5, tokens_per_s=100.0, nonpadding_per_s=50.0, loss_tokens_per_s=25.0,
-        started=100.0, wall_s=21.5, ranks=2, steps_by_rank=(20, 20), steps_agree=True, ended="finished", ended_why="",
+        started=100.0, wall_s=21.5, ranks=2, worlds=(),
+        steps_by_rank=(20, 20), steps_agree=True, ended="finished", ended_why="",
     )  # fmt: skip
     assert Summary.model_validate_json(summary.model_dump_json()) == summary
 
@@ -150,6 +151,27 @@ def test_a_resumed_run_is_what_it_is_now(run: RunDir) -> None:
     assert summarize(run.path).ended == "finished"
 
 
+def test_a_run_on_several_numbers_of_ranks_is_judged_by_who_was_there(run: RunDir) -> None:
+    """Four ranks to step 6, of which two that were saved stand; two from there to 8; one from there to 20."""
+    for world, began, stop, ending in ((4, 0, 6, "stopped"), (2, 2, 8, "stopped"), (1, 8, 20, "finished")):
+        for rank in range(world):
+            with JsonLines(run.events(rank)) as file:
+                base = {"rank": rank, "t": 100.0 + began}
+                file.write({**base, "step": began, "kind": "start", "world": world})
+                for step in range(began + 1, stop + 1):
+                    file.write({**base, "step": step, "kind": "step", "sample_ids": [step]})
+                file.write({**base, "step": stop, "kind": "end", "ending": ending})
+    write_json(run.plan_json, {"world": 1})
+    summary = summarize(run.path)
+    assert (summary.steps_done, summary.steps_by_rank, summary.steps_agree) == (20, (20,), True)
+    assert (summary.ended, summary.ranks, summary.worlds) == ("finished", 1, (4, 2, 1))
+    lines = run.events(1).read_text().splitlines()
+    run.events(1).write_text(
+        "".join(f"{line}\n" for line in lines if '"step": 8, "kind": "step"' not in line)
+    )
+    assert summarize(run.path).steps_agree is False
+
+
 def test_what_an_earlier_attempt_failed_of_is_not_the_end(run: RunDir) -> None:
     restarted = "# Started again since: " + KILLED.removeprefix("# Failed: ")
     run.failures_md.write_text(restarted)
@@ -179,4 +201,4 @@ def test_reading_a_run_needs_neither_torch_nor_the_trainer() -> None:
     tree = ast.parse(Path(module.__file__).read_text())
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     ours = {name for name in imported if name and name.startswith("fourfold")}
-    assert ours == {"fourfold.record.reader", "fourfold.spec.value"}
+    assert ours == {"fourfold.record.reader", "fourfold.record.starts", "fourfold.spec.value"}

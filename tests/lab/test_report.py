@@ -245,7 +245,15 @@ def test_a_finished_run_and_one_at_work_have_nothing_to_go_on_with(tmp_path: Pat
 
 
 def test_many_attempts_are_cut_short() -> None:
-    one = {"after_step": 0, "reached": 1, "ending": "failed", "why": "x", "then": "", "lost_s": 1.0}
+    one = {
+        "ranks": 2,
+        "after_step": 0,
+        "reached": 1,
+        "ending": "failed",
+        "why": "x",
+        "then": "",
+        "lost_s": 1.0,
+    }
     report = {
         "history": {
             "attempts": [{**one, "number": number} for number in range(40)],

@@ -12,7 +12,12 @@ from safetensors import safe_open
 
 from fourfold.checkpoint.choose import newest_valid
 from fourfold.checkpoint.validate import read_manifest
+from fourfold.lab.report import report_document
+from fourfold.lab.report_page import render
+from fourfold.lab.report_words import count
+from fourfold.record.reader import RunReader
 from fourfold.record.run_dir import RunDir
+from fourfold.verify.coverage import run_coverage
 from tests.cli.test_train import finish
 from tests.train.test_resume import SLOW, curve, go, go_to_the_end
 
@@ -83,6 +88,20 @@ def test_other_numbers_of_ranks_one_after_the_other(tmp_path, undisturbed, first
     assert curve(run) == curve(undisturbed)
     assert validations(run) == validations(undisturbed)
     assert len(validations(run)) == 3
+    document = run_coverage(run)
+    assert (document["verdict"], document["duplicates"], document["missing"]) == ("pass", 0, 0)
+    worlds = [first[0], second[0], third[0]]
+    assert [start["ranks"] for start in document["starts"]] == worlds
+    told = report_document(RunReader(run))
+    assert told["verdict"] == "pass"
+    assert told["title"].endswith(f" on {worlds[0]}, then {worlds[1]}, then {count(worlds[2], 'rank')}")
+    assert (
+        told["summary"]["steps_agree"] is True
+        and told["summary"]["steps_done"] == 12
+    )
+    assert [one["ranks"] for one in told["history"]["attempts"]] == worlds
+    page = render(told, RunReader(run).metrics(), RunReader(run).spec().model)
+    assert f"on {worlds[1]} ranks; stopped" in page
 
 
 def test_what_would_have_other_bits_is_refused(undisturbed):

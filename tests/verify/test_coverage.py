@@ -365,3 +365,122 @@ def test_a_record_that_begins_where_nothing_was_left_to_do_lacks_every_step(run)
 def test_a_run_that_was_cut_off_before_a_rank_recorded_a_step_is_open(run):
     document = run_coverage(run(1, lambda rank, _step, ids: None if rank else ids, ended=False))
     assert by_claim(document, "still to come")["measured"].startswith("the run has 0 of ")
+
+
+# ---- of a run in exact mode, on one number of ranks after the other
+
+
+@pytest.fixture
+def elastic(small, tmp_path):
+    """As starts leave it: `elastic(starts, change)`, each start (ranks, steps before, steps after); as of `run`."""
+
+    def make(starts, change=lambda _world, _rank, _step, ids: ids):
+        specs = [
+            settle(small("run.exact=true", "batch.micro_batch=1", "run.steps=8"), world)
+            for world, _, _ in starts
+        ]
+        sources = open_sources(specs[0])
+        room = RunDir(tmp_path / "run")
+        room.path.mkdir()
+        write_request(room, specs[0], {}, "")
+        for spec, (world, began, stop) in zip(specs, starts, strict=True):
+            schedule = batch_schedule(spec, len(sources.train), world)
+            for rank in range(world):
+                with JsonLines(room.events(rank)) as events:
+                    base = {"t": 1.0, "rank": rank}
+                    events.write({**base, "step": began, "kind": "start", "world": world})
+                    for step in range(began, stop):
+                        micros = range(schedule.accumulation)
+                        ids = [i for micro in micros for i in schedule.micro_ids(step, rank, micro).tolist()]
+                        ids = change(world, rank, step + 1, ids)
+                        if ids is not None:
+                            events.write({**base, "step": step + 1, "kind": "step", "sample_ids": ids})
+                    ending = "finished" if stop == 8 else "stopped"
+                    events.write({**base, "step": stop, "kind": "end", "ending": ending})
+        return room.path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [
+        [(2, 0, 3), (1, 3, 5), (2, 5, 8)],
+        [(4, 0, 5), (2, 3, 4), (8, 4, 8)],  # two steps are taken back
+        [(1, 0, 4), (4, 0, 3), (2, 2, 8)],  # anew, and of the four ranks two steps stand
+        [(2, 0, 4), (8, 4, 6), (1, 4, 8)],  # nothing stands of the eight
+    ],
+)
+def test_a_run_on_several_numbers_of_ranks_is_audited_as_a_whole(elastic, starts):
+    document = run_coverage(elastic(starts))
+    assert document["verdict"] == "pass"
+    assert (document["duplicates"], document["missing"], document["world"]) == (0, 0, starts[-1][0])
+    assert document["epochs"][0]["samples"] == 64
+    assert sum(rank["samples"] for rank in document["ranks"]) == 64
+    assert document["starts"][-1] == {"after_step": starts[-1][1], "ranks": starts[-1][0]}
+    assert by_claim(document, "global batches")["measured"] == "equal in 8 steps"
+
+
+STARTS = [(4, 0, 5), (2, 3, 8)]
+
+
+def test_a_sample_lost_where_the_number_of_ranks_changes_is_named(elastic):
+    """Step 4, the first of two ranks, begins a sample late, and so has one twice: the first of step 5."""
+    lost = []
+
+    def late(world, rank, step, ids):
+        if (world, step) != (2, 4):
+            return ids
+        lost.extend(ids[:1] if rank == 0 else [])
+        return [*ids[1:], ids[1]]
+
+    document = run_coverage(elastic(STARTS, late))
+    assert (document["verdict"], document["duplicates"], document["missing"]) == ("fail", 2, 2)
+    assert by_claim(document, "is missing")["measured"] == f"2 missing: sample {lost[0]}, due in step 4"
+    assert "step 4: other samples" in by_claim(document, "global batches")["measured"]
+
+
+def test_samples_that_come_again_after_a_change_are_named(elastic):
+    """Two ranks take up the run after step 3, and begin with the batch of step 3."""
+    again = {}
+
+    def early(world, rank, step, ids):
+        again[world, step, rank] = ids
+        if (world, step) == (2, 4):
+            return [i for r in (2 * rank, 2 * rank + 1) for i in again[4, 3, r]]
+        return ids
+
+    document = run_coverage(elastic(STARTS, early))
+    assert (document["verdict"], document["duplicates"], document["missing"]) == ("fail", 8, 8)
+    first = min(i for r in range(4) for i in again[4, 3, r])
+    assert by_claim(document, "comes twice")["measured"] == f"8 duplicates: sample {first} in steps 3 and 4"
+
+
+def test_a_line_lost_where_the_number_of_ranks_changes_is_named(elastic):
+    path = elastic(STARTS, lambda world, rank, step, ids: None if (world, rank, step) == (4, 3, 3) else ids)
+    document = run_coverage(path)
+    assert document["verdict"] == "fail"
+    assert "no line of step 3 of rank 3" in by_claim(document, "holds every step")["measured"]
+    (path / "events" / "rank3.jsonl").unlink()
+    document = run_coverage(path)
+    assert by_claim(document, "left a record")["measured"] == "3 ranks"
+    assert "no line of steps 1-3 of rank 3" in by_claim(document, "holds every step")["measured"]
+
+
+def test_ranks_of_the_newest_start_are_waited_for_and_no_others(elastic):
+    path = elastic([(4, 0, 3), (2, 3, 6)])
+    document = run_coverage(path)
+    assert (document["verdict"], by_claim(document, "still to come")["kind"]) == ("pass", "open")
+    assert [rank["steps"] for rank in document["ranks"]] == [6, 6, 3, 3]
+    with JsonLines(path / "events" / "rank0.jsonl") as events:
+        events.write({"rank": 0, "step": 6, "kind": "start", "world": 8})
+    document = run_coverage(path)
+    assert document["verdict"] == "pass"
+    assert by_claim(document, "left a record")["measured"] == "4 ranks of 8"
+
+
+def test_a_record_of_a_rank_that_was_never_started_is_refused(elastic):
+    path = elastic(STARTS)
+    (path / "events" / "rank4.jsonl").write_text((path / "events" / "rank1.jsonl").read_text())
+    with pytest.raises(DataError, match="4 or 2 ranks"):
+        run_coverage(path)

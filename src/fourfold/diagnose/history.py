@@ -22,7 +22,8 @@ Ending = Literal["finished", "stopped by a signal", "failed", "without a word", 
 class Attempt(Value):
     """One start of all ranks. Times in unix seconds; None: not recorded.
 
-    after_step: steps done when it took up the run; None if it did not come so far. reached: steps done at its end.
+    ranks: how many; None if it did not come to a step. after_step: steps done when it took up the run; None if it did
+    not come so far. reached: steps done at its end.
     why: what failed, or which signal. then: what the launcher made of it ("restart 1 of 3: …"). lost_s: from the end of
     the attempt before to its own first step. steps_again: steps it did that the one before had done.
     """
@@ -30,6 +31,7 @@ class Attempt(Value):
     number: int
     started: float | None
     ended: float | None
+    ranks: int | None = None
     after_step: int | None
     reached: int | None
     ending: Ending
@@ -96,6 +98,7 @@ class _Life:
     first: float | None = None
     last: float | None = None
     began: float | None = None
+    ranks: int | None = None
     after_step: int | None = None
     reached: int | None = None
     ending: str = ""
@@ -109,6 +112,7 @@ class _Life:
         match event["kind"]:
             case "start":
                 self.began, self.after_step, self.reached = when, step, step
+                self.ranks = event.get("world")
             case "step":
                 self.reached = step
             case "saved":
@@ -163,6 +167,7 @@ def _attempt(run: RunDir, life: _Life) -> Attempt:
         number=life.number,
         started=_begin(life),
         ended=end.get("t", life.last),
+        ranks=life.ranks,
         after_step=life.after_step,
         reached=life.reached,
         ending=ending,

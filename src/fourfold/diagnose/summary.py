@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fourfold.record.reader import RunReader
+from fourfold.record.starts import Start, Starts
 from fourfold.spec.value import Value
 
 Unknown = Literal["n/a"]
@@ -22,8 +23,9 @@ class Summary(Value):
     Losses are per target. Rates are medians over the steps after the first tenth: processed tokens, those
     that are not padding, those that bear loss. `started` is the first event, in unix seconds; `wall_s` goes
     from there to the last one. A step is done when every rank has done it. `ended` is "unfinished" for a run
-    that still goes or died without a word; `ended_why` is the failure that came first. `steps_by_rank` has an
-    entry for every rank of the world.
+    that still goes or died without a word; `ended_why` is the failure that came first. `worlds`: numbers of ranks in
+    order, where starts were on several. `ranks` is of the newest start, and `steps_by_rank` has an entry for each:
+    fewer steps than are done where it was not there for all.
     """
 
     steps_asked: int
@@ -38,6 +40,7 @@ class Summary(Value):
     started: Number
     wall_s: Number
     ranks: int | Unknown
+    worlds: tuple[int, ...] = ()
     steps_by_rank: tuple[int | Unknown, ...]
     steps_agree: bool | Unknown
     ended: Ended
@@ -53,14 +56,21 @@ def summarize(run: RunReader | Path | str) -> Summary:
     validation = [line["validation_loss"] for line in lines if "validation_loss" in line]
     ranks = {rank: _RankEvents(reader.events(rank)) for rank in reader.ranks()}
     world = _world(reader, ranks)
+    starts = Starts(ranks[min(ranks)].starts if ranks else [Start(0, world)])
+    taken = {
+        rank: {step for step, of in one.steps.items() if of == starts.world(step)}
+        for rank, one in ranks.items()
+    }
     by_rank: tuple[int | Unknown, ...] = tuple(
-        len(ranks[rank].steps) if rank in ranks else "n/a" for rank in range(world)
+        len(taken[rank]) if rank in ranks else "n/a" for rank in range(world)
     )
+    several = len(starts.worlds) > 1
+    newest = {rank: one for rank, one in ranks.items() if rank < world}  # others are of earlier starts
     times = [when for rank in ranks.values() for when in rank.first_and_last]
-    ended, why = _ending(ranks, world, reader.failures())
+    ended, why = _ending(newest, world, reader.failures())
     return Summary(
         steps_asked=reader.spec().run.steps,
-        steps_done=_steps_done(by_rank, training),
+        steps_done=_steps_done(_reached(taken, starts) if several else by_rank, training),
         first_loss=losses[0] if losses else "n/a",
         last_loss=losses[-1] if losses else "n/a",
         best_loss=min((loss for loss in losses if not isinstance(loss, str)), default="n/a"),
@@ -71,8 +81,9 @@ def summarize(run: RunReader | Path | str) -> Summary:
         started=min(times, default="n/a"),
         wall_s=max(times) - min(times) if times else "n/a",
         ranks=world or "n/a",
+        worlds=starts.worlds if several else (),
         steps_by_rank=by_rank,
-        steps_agree=_steps_agree(ranks, by_rank),
+        steps_agree=_as_due(taken, starts) if several else _steps_agree(ranks, by_rank),
         ended=ended,
         ended_why=why,
     )
@@ -82,7 +93,8 @@ class _RankEvents:
     """What one rank's events say; read once, kept small (a long run has many)."""
 
     def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
-        self.steps: set[int] = set()
+        self.steps: dict[int, int] = {}  # each with the ranks of its start
+        self.starts = [Start(0, 0)]
         self.first_and_last: list[float] = []
         self.world = 0
         self.failure: tuple[float, str] | None = None
@@ -93,10 +105,11 @@ class _RankEvents:
                 case "start":
                     self.world = int(event.get("world", 0))
                     # A resumed run takes back what came after its checkpoint, and how it ended then.
-                    self.steps = {step for step in self.steps if step <= int(event["step"])}
+                    self.starts.append(Start(int(event["step"]), self.world))
+                    self.steps = {step: of for step, of in self.steps.items() if step <= int(event["step"])}
                     self.failure, self.stopped, self.ended = None, False, False
                 case "step":
-                    self.steps.add(int(event["step"]))
+                    self.steps[int(event["step"])] = self.world
                 case "failure" if self.failure is None:
                     self.failure = (
                         float(event["t"]),
@@ -123,6 +136,21 @@ def _steps_done(by_rank: Sequence[int | Unknown], training: Sequence[Mapping[str
         return min(counts)
     # Metrics are summed over all ranks: a step in them was done by every one.
     return max((int(line["step"]) for line in training), default=0)
+
+
+def _reached(taken: Mapping[int, set[int]], starts: Starts) -> tuple[int | Unknown, ...]:
+    """Of each rank of the newest start, the last step that it has done."""
+    return tuple(
+        max(starts.last.began, max(taken[rank], default=0)) if rank in taken else "n/a"
+        for rank in range(starts.last.world)
+    )
+
+
+def _as_due(taken: Mapping[int, set[int]], starts: Starts) -> bool:
+    """Whether each rank took the steps of the starts that it was in."""
+    last = max((step for steps in taken.values() for step in steps), default=0)
+    ranks = range(max(start.world for start in starts.starts))
+    return all(taken.get(rank) == set(starts.due(rank, last)) for rank in ranks)
 
 
 def _steps_agree(ranks: Mapping[int, _RankEvents], by_rank: Sequence[int | Unknown]) -> bool | Unknown:

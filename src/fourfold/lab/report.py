@@ -45,11 +45,12 @@ def report_document(reader: RunReader) -> dict[str, Any]:
     past = history(reader)
     alive = bool(past.attempts) and past.attempts[-1].ending == "going on"
     verdict, reason = _verdict(summary, findings, past)
+    before = "".join(f"{world}, then " for world in summary.worlds[:-1])
     return {
         "schema": REPORT_SCHEMA,
         "verdict": verdict,
         "reason": reason,
-        "title": f"{spec.name} on {count(summary.ranks, 'rank')}",
+        "title": f"{spec.name} on {before}{count(summary.ranks, 'rank')}",
         "note": spec.note,
         "summary": summary.model_dump(mode="json"),
         "history": past.model_dump(mode="json"),

@@ -17,7 +17,8 @@ _MANY = 12  # attempts, or folders, all told
 def course(report: Mapping[str, Any]) -> list[Row]:
     """(what, how it was), in order: attempts, time lost, saves, checkpoints on disk. Nothing of a run without any."""
     history, shelf = report["history"], report["checkpoints"]
-    rows = [(f"attempt {one['number']}", _attempt(one)) for one in history["attempts"]]
+    several = len({one["ranks"] for one in history["attempts"] if one["ranks"]}) > 1
+    rows = [(f"attempt {one['number']}", _attempt(one, several)) for one in history["attempts"]]
     broken = len(rows) > 1
     if not broken and not (history["saved"] or history["not_saved"] or shelf["checkpoints"]):
         return rows if any(one["ending"] != "finished" for one in history["attempts"]) else []
@@ -36,7 +37,8 @@ def course(report: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
-def _attempt(one: Mapping[str, Any]) -> str:
+def _attempt(one: Mapping[str, Any], several: bool) -> str:
+    """several: whether attempts were on different numbers of ranks."""
     if one["after_step"] is None:
         text = "came to no step"
     elif one["reached"] == one["after_step"]:
@@ -44,6 +46,8 @@ def _attempt(one: Mapping[str, Any]) -> str:
     else:
         first, last = one["after_step"] + 1, one["reached"]
         text = f"step {first}" if first == last else f"steps {first}-{last}"
+    if several and one["ranks"]:
+        text += f" on {count(one['ranks'], 'rank')}"
     text += f"; {one['ending']}"
     if one["why"] and one["why"] not in one["then"]:
         text += f": {one['why']}"

@@ -7,11 +7,8 @@ run wrote down while it trained. Both fill the same ledger and ask it the same q
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from fourfold.data.schedule import BatchSchedule
 from fourfold.data.source import open_sources
@@ -32,6 +29,7 @@ from fourfold.verify.ledger import RankLedger
 from fourfold.verify.ledger_check import LedgerCheck
 from fourfold.verify.out import open_folder
 from fourfold.verify.peers import one_of_each, one_pass_of_each
+from fourfold.verify.recorded import Course, Record, lacking, not_as_due, read_records
 
 TIMEOUT_S = 3600.0  # the longest the asked epochs may take to be read
 
@@ -99,17 +97,18 @@ def _delivered(
 def run_coverage(path: Path, *, out: Path | None = None, command: str = "") -> dict[str, Any]:
     """Audit what the ranks of a run wrote into events/rank*.jsonl: evidence of the run that happened.
 
-    path: a run directory, finished or not; the findings go there unless `out` is given.
-    Returns as `verify_coverage`. Raises DataError if the record cannot be read or holds no steps.
+    path: a run directory, finished or not; the findings go there unless `out` is given. In exact mode its starts may
+    have been on several numbers of ranks. Returns as `verify_coverage`, with `starts`, and the ranks of the last one as
+    its world. Raises DataError if the record cannot be read or holds no steps.
     """
     reader = RunReader(path)
     spec = reader.spec()
     grid = Grid.of(spec.layout)
-    degree, world = grid.degree("dp"), grid.world
     sources = open_sources(spec)
     _check_data(reader, sources.content_hash)
-    schedule = batch_schedule(spec, len(sources.train), degree)
-    records = [_recorded(reader, rank, schedule, grid) for rank in reader.ranks()]
+    at_degree = _other_degrees(spec, len(sources.train))
+    course, records = read_records(reader, grid, at_degree)
+    world = course.last.world
     if not any(record.by_step for record in records):
         raise DataError(
             Problem(
@@ -119,47 +118,55 @@ def run_coverage(path: Path, *, out: Path | None = None, command: str = "") -> d
                 instead=f"fourfold verify coverage {spec.name} --world {world}",
             )
         )
-    check = LedgerCheck(schedule, _other_degrees(spec, schedule.samples), command, "this run: ")
-    last = max(record.reached for record in records)
-    going = not all(record.ending for record in records)
-    if going and len(records) == world:
+    check = LedgerCheck(at_degree(grid.degree("dp")), at_degree, command, "this run: ")
+    going_on = [record for record in records if record.rank < world]
+    last = max((record.reached for record in going_on), default=course.last.began)
+    going = not all(record.ending for record in going_on)
+    if going and len(going_on) == world:
         # Ranks that go on, or died, stand at different steps: only what all of them wrote down can be judged.
-        last = min(record.reached for record in records)
-    if going or any(record.ending == "stopped" for record in records):
+        last = min(record.reached for record in going_on)
+    if going or any(record.ending == "stopped" for record in going_on):
         check.open(*_still_to_come(reader.dir, last, spec.run.steps))
-    ledgers = [record.ledger(schedule, last) for record in records]
+    expected = max(start.world for start in course.starts)
     told = counted(len(records), "rank")
-    if going and len(records) < world:  # the others may not have begun theirs yet
-        check.open("every rank left a record", f"{told} of {world}", "the same command, when all have begun")
-        check.count(ledgers)
-        _as_scheduled(check, records, schedule, last)
+    if going and len(going_on) < world:  # the others may not have begun theirs yet
+        check.open(
+            "every rank left a record", f"{told} of {expected}", "the same command, when all have begun"
+        )
+        check.count([record.ledger(course, last) for record in records])
+        _as_scheduled(check, records, course, last)
     else:
-        check.fact("every rank left a record", counted(world, "rank"), told, len(records) == world)
-        _judge(check, reader.dir, records, ledgers, last, grid)
+        check.fact("every rank left a record", counted(expected, "rank"), told, len(records) == expected)
+        _judge(check, reader.dir, records, course, last, grid)
+    starts = [{"after_step": start.began, "ranks": start.world} for start in course.starts]
     with open_folder(path if out is None else out, spec.name) as folder:
-        return check.document(folder, "coverage-of-run", spec, world)
+        return check.document(folder, "coverage-of-run", spec, world, starts=starts)
 
 
 def _judge(
-    check: LedgerCheck,
-    run: RunDir,
-    records: Sequence[_Record],
-    ledgers: Sequence[RankLedger],
-    last: int,
-    grid: Grid,
+    check: LedgerCheck, run: RunDir, records: Sequence[Record], course: Course, last: int, grid: Grid
 ) -> None:
     """The steps up to `last`: all that their ledger says, or, where lines of them are lost, what is left."""
-    schedule = check.schedule
+    ledgers = [record.ledger(course, last) for record in records]
     check.count(ledgers)
-    if lacking := _lacking(records, grid, last):
+    if without := lacking(records, course, last):
         measured = "; ".join(
             f"{run.events(rank)} has no line of {_spans(steps)} of rank {rank}: nothing can be said of them"
-            for rank, steps in lacking.items()
+            for rank, steps in without.items()
         )
         check.fact("the record holds every step of every rank", f"steps 1-{last} of each", measured, False)
-        _as_scheduled(check, records, schedule, last)
+        _as_scheduled(check, records, course, last)
+    elif last and len(course.worlds) > 1:
+        check.ledger(ledgers, last, [len(course.due(record.rank, last)) for record in records])
     elif last:
         check.ledger(_of_shares(check, ledgers, grid), last)
+
+
+def _as_scheduled(check: LedgerCheck, records: Sequence[Record], course: Course, last: int) -> None:
+    """What an incomplete record still shows: the samples of the steps that are in it."""
+    lines, wrong = not_as_due(records, course, last)
+    measured = wrong[0] if wrong else f"so in {lines} lines"
+    check.fact("every line of a step has the samples that are due in it", "the same", measured, not wrong)
 
 
 def _of_shares(check: LedgerCheck, ledgers: Sequence[RankLedger], grid: Grid) -> list[RankLedger]:
@@ -170,85 +177,12 @@ def _of_shares(check: LedgerCheck, ledgers: Sequence[RankLedger], grid: Grid) ->
     return shares
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """What one rank wrote down.
-
-    share: which cut of the global batch is its; by_step: step from 1 -> sample ids; reached: steps that it has done,
-    by its record; ending: "finished", "stopped", or empty while it goes on, and where it died.
-    """
-
-    rank: int
-    share: int
-    by_step: dict[int, list[int]]
-    reached: int
-    ending: str
-
-    def ledger(self, schedule: BatchSchedule, last: int) -> RankLedger:
-        """The steps recorded up to `last`; where each id stands in the global batch is the schedule's arithmetic."""
-        ids = [self.by_step[step] for step in sorted(self.by_step) if step <= last]
-        rows = np.concatenate([schedule.rows(self.share, micro) for micro in range(schedule.accumulation)])
-        placed = np.asarray(ids, dtype=np.int64).reshape(len(ids), len(rows))
-        return RankLedger(self.rank, placed, np.broadcast_to(rows, placed.shape))
-
-
-def _recorded(reader: RunReader, rank: int, schedule: BatchSchedule, grid: Grid) -> _Record:
-    """One rank's record from its events."""
-    by_step: dict[int, list[int]] = {}
-    began, ending = 0, ""
-    for event in reader.events(rank):  # read once: a run that goes on writes more meanwhile
-        if event["kind"] in ("start", "end"):
-            ending = event["ending"] if event["kind"] == "end" else ""
-        if event["kind"] == "start":  # a resumed run takes back what came after its checkpoint
-            began = event["step"]
-            by_step = {step: ids for step, ids in by_step.items() if step <= began}
-        elif event["kind"] == "step":
-            by_step[event["step"]] = event["sample_ids"]
-    width = schedule.accumulation * schedule.micro_batch
-    if any(len(ids) != width for ids in by_step.values()) or rank >= grid.world:
-        raise DataError(
-            Problem(
-                asked=f"{width} sample ids in each step of rank {rank}",
-                found=f"steps with {', '.join(map(str, sorted({len(ids) for ids in by_step.values()})))}",
-                why=f"its Spec says {grid.world} ranks, and so many samples on each",
-                instead=f"ls -l {reader.dir.events_dir}",
-            )
-        )
-    return _Record(rank, grid.index(rank, "dp"), by_step, max(by_step, default=began), ending)
-
-
 def _still_to_come(run: RunDir, done: int, asked: int) -> tuple[str, str, str]:
     """An open point: what an unfinished run has not done yet can neither hold nor fail."""
     state = "it is still going on" if at_work(run) else "it stopped unfinished"
     measured = f"the run has {done} of {asked} steps on all ranks' records: {state}"
     claim = "the steps still to come" if done < asked else "that the run ends well"
     return claim, measured, "the same command, when the run is finished"
-
-
-def _lacking(records: Sequence[_Record], grid: Grid, last: int) -> dict[int, list[int]]:
-    """By rank the steps that it has done, or that were done without a record of it at all, and of which no line is."""
-    known = {record.rank: record for record in records}
-    lacking = {}
-    for rank in range(grid.world):
-        record = known.get(rank, _Record(rank, grid.index(rank, "dp"), {}, last, ""))
-        steps = [step for step in range(1, min(record.reached, last) + 1) if step not in record.by_step]
-        if steps:
-            lacking[rank] = steps
-    return lacking
-
-
-def _as_scheduled(check: LedgerCheck, records: Sequence[_Record], schedule: BatchSchedule, last: int) -> None:
-    """What an incomplete record still shows: the samples of the steps that are in it."""
-    wrong, lines = [], 0
-    for record in records:
-        rows = np.concatenate([schedule.rows(record.share, micro) for micro in range(schedule.accumulation)])
-        for step, ids in sorted(record.by_step.items()):
-            if step <= last:
-                lines += 1
-                if schedule.ids(range(step - 1, step), rows)[0].tolist() != ids:
-                    wrong.append(f"rank {record.rank}, step {step}: other samples")
-    measured = wrong[0] if wrong else f"so in {lines} lines"
-    check.fact("every line of a step has the samples that are due in it", "the same", measured, not wrong)
 
 
 def _spans(steps: Sequence[int]) -> str:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 Ids = NDArray[np.int64]
 
 FILLER = -1  # the sample id of a row that holds no sample
+NO_ROW = -1  # where a rank has fewer rows in a step than in others, or took no part in it
 NOT_DELIVERED = -2  # a row of the global batch that no rank was given
 
 
@@ -23,7 +24,7 @@ class RankLedger:
     """What one rank was given.
 
     ids    int64 [S, R]: sample ids in order of delivery; -1 = filler
-    rows   int64 [S, R]: each row's place in the global batch
+    rows   int64 [S, R]: each row's place in the global batch; -1 = there is none
     valid  int64 [S]: targets that carry loss, or None where it was not recorded
     """
 
@@ -35,6 +36,11 @@ class RankLedger:
     @property
     def steps(self) -> int:
         return len(self.ids)
+
+    @property
+    def taken(self) -> int:
+        """Steps in which it had any row."""
+        return int((self.rows != NO_ROW).any(axis=1).sum())
 
     def between(self, start: int, stop: int) -> Ids:
         """The sample ids (filler left out) of steps start … stop - 1, in order of delivery: int64 [n]."""
@@ -92,6 +98,26 @@ def never_delivered(by_rank: Sequence[Ids], samples: int) -> Ids:
     for ids in by_rank:
         seen[ids[(ids >= 0) & (ids < samples)]] = True
     return np.flatnonzero(~seen)
+
+
+def first_twice(ledgers: Sequence[RankLedger], start: int, stop: int) -> tuple[int, list[int]]:
+    """The lowest sample that came more than once in steps start … stop - 1, and when, as steps from 1."""
+    found, counts = np.unique(
+        np.concatenate([ledger.between(start, stop) for ledger in ledgers]), return_counts=True
+    )
+    sample = int(found[counts > 1][0])
+    given = [np.flatnonzero((ledger.ids[start:stop] == sample).any(axis=1)) for ledger in ledgers]
+    return sample, [start + step + 1 for step in sorted(np.concatenate(given).tolist())]
+
+
+def first_missing(ledgers: Sequence[RankLedger], start: int, due: Ids) -> tuple[int, int] | None:
+    """The first sample of `due` (int64 [S, G], -1 = filler) that did not come in these S steps, and its step from 1."""
+    came = np.concatenate([ledger.between(start, start + len(due)) for ledger in ledgers])
+    lost = np.argwhere((due != FILLER) & ~np.isin(due, came))
+    if not len(lost):
+        return None
+    step, row = lost[0].tolist()
+    return int(due[step, row]), start + step + 1
 
 
 def global_batches(ledgers: Sequence[RankLedger], global_batch: int) -> Ids:

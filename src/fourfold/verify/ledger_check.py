@@ -17,12 +17,15 @@ from fourfold.record.run_dir import RunDir
 from fourfold.spec.spec import Spec
 from fourfold.verify.ledger import (
     FILLER,
+    NO_ROW,
     NOT_DELIVERED,
     Audit,
     Ids,
     RankLedger,
     audit,
     coinciding_share,
+    first_missing,
+    first_twice,
     global_batches,
     never_delivered,
 )
@@ -59,15 +62,27 @@ class LedgerCheck:
         whole, rest = divmod(steps, self.schedule.steps_per_epoch)
         self.missing = whole * self._due(self.schedule.steps_per_epoch) + self._due(rest)
 
-    def ledger(self, ledgers: Sequence[RankLedger], asked: int) -> None:
-        """Everything that sample ids alone can say about `asked` steps."""
-        counts = [ledger.steps for ledger in ledgers]
-        self.fact(
-            "every rank takes the same number of steps",
-            f"{asked} on each",
-            ", ".join(f"{c}" for c in dict.fromkeys(counts)),
-            set(counts) == {asked},
-        )
+    def ledger(self, ledgers: Sequence[RankLedger], asked: int, due: Sequence[int] | None = None) -> None:
+        """Everything that sample ids alone can say about `asked` steps.
+
+        due: how many of them each rank took part in, where ranks come and go.
+        """
+        if due is None:
+            counts = [ledger.steps for ledger in ledgers]
+            self.fact(
+                "every rank takes the same number of steps",
+                f"{asked} on each",
+                ", ".join(f"{c}" for c in dict.fromkeys(counts)),
+                set(counts) == {asked},
+            )
+        else:
+            taken = [ledger.taken for ledger in ledgers]
+            self.fact(
+                f"every rank takes each of the {asked} steps that it is there for",
+                ", ".join(map(str, due)),
+                ", ".join(map(str, taken)),
+                taken == [*due],
+            )
         self._epochs(ledgers, asked)
         delivered = global_batches(ledgers, self.schedule.global_batch)
         self._order(delivered)
@@ -88,9 +103,9 @@ class LedgerCheck:
         self.ranks = [
             {
                 "rank": ledger.rank,
-                "steps": ledger.steps,
+                "steps": ledger.taken,
                 "samples": int((ledger.ids != FILLER).sum()),
-                "fillers": int((ledger.ids == FILLER).sum()),
+                "fillers": int(((ledger.ids == FILLER) & (ledger.rows != NO_ROW)).sum()),
             }
             for ledger in ledgers
         ]
@@ -98,11 +113,19 @@ class LedgerCheck:
     def _epochs(self, ledgers: Sequence[RankLedger], steps: int) -> None:
         per_epoch = self.schedule.steps_per_epoch
         audits: list[Audit] = []
+        twice = lost = ""  # the first of each, by name
         for epoch in range(-(-steps // per_epoch)):
             start, stop = epoch * per_epoch, min((epoch + 1) * per_epoch, steps)
             by_rank = [ledger.between(start, stop) for ledger in ledgers]
             found = audit(by_rank, self.schedule.samples, self._due(stop - start))
             audits.append(found)
+            if found.duplicates and not twice:
+                sample, steps_of = first_twice(ledgers, start, stop)
+                twice = f": sample {sample} in steps {' and '.join(map(str, steps_of))}"
+            if found.missing and not lost:
+                due = self.schedule.ids(range(start, stop), np.arange(self.schedule.global_batch))
+                first = first_missing(ledgers, start, due)
+                lost = f": sample {first[0]}, due in step {first[1]}" if first is not None else ""
             whole = stop - start == per_epoch
             never = never_delivered(by_rank, self.schedule.samples) if whole else np.empty(0, np.int64)
             self.epochs.append(
@@ -127,10 +150,12 @@ class LedgerCheck:
         self.fact(
             f"no sample comes twice {each}",
             "0 duplicates",
-            f"{self.duplicates} duplicates",
+            f"{self.duplicates} duplicates{twice}",
             not self.duplicates,
         )
-        self.fact(f"no sample is missing {each}", "0 missing", f"{self.missing} missing", not self.missing)
+        self.fact(
+            f"no sample is missing {each}", "0 missing", f"{self.missing} missing{lost}", not self.missing
+        )
         shared = sum(a.shared for a in audits)
         self.fact(f"no two ranks share a sample {each}", "0 shared", f"{shared} shared", not shared)
         strangers = sum(a.strangers for a in audits)
@@ -263,8 +288,8 @@ class LedgerCheck:
             found.clean and found.delivered == samples,
         )
 
-    def document(self, run: RunDir, name: str, spec: Spec, world: int) -> dict[str, Any]:
-        """The document fourfold.verify.coverage/1, also written to findings/<name>.json."""
+    def document(self, run: RunDir, name: str, spec: Spec, world: int, **more: Any) -> dict[str, Any]:
+        """The document fourfold.verify.coverage/1, also written to findings/<name>.json. more: keys of it."""
         facts = {
             "spec": spec.name,
             "world": world,
@@ -274,6 +299,7 @@ class LedgerCheck:
             "missing": self.missing,
             "ranks": self.ranks,
             "epochs": self.epochs,
+            **more,
         }
         path = write_findings(run, name, self.findings, SCHEMA, **facts)
         return document(SCHEMA, self.findings, **facts, findings_file=str(path))
