@@ -3,11 +3,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from fourfold.cli.main import main
 from fourfold.cli.verify import findings_table
+from fourfold.spec.training import LayoutSpec
+from fourfold.verify.exact_rank import RunBits, StepBits
 
 
 def test_coverage_prints_a_table_and_the_next_command(spec, capsys):
@@ -118,6 +121,12 @@ def test_every_layout_is_a_table_of_its_own(spec, capsys, monkeypatch):
         (["verify", "coverage", "."], 5, "a folder without spec.json"),
         (["verify", "coverage", ".", "--world", "2"], 2, "a run directory"),
         (["verify", "coverage", "small.toml", "--epochs", "0"], 2, "no step at all"),
+        (["verify", "exact", "small.toml"], 2, "--world"),
+        (["verify", "exact", "small.toml", "--world", "3"], 2, "--world 2 or --world 4"),
+        (["verify", "exact", "small.toml", "--world", "2", "--steps", "0"], 2, "--steps"),
+        (["verify", "exact", "small.toml", "--world", "2", "--steps", "1000000"], 2, "run.steps"),
+        (["verify", "exact", "small.toml", "--world", "2", "--set", "layout.tp=2"], 2, "layout.tp"),
+        (["verify", "exact", "small.toml", "--world", "2", "--set", "precision.reduce=bf16"], 2, "reduce"),
     ],
 )
 @pytest.mark.usefixtures("spec")
@@ -125,6 +134,55 @@ def test_wrong_requests_are_refused_before_anything_starts(capsys, tmp_path, arg
     assert main(arguments) == code
     assert said in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--world", "3"), ("--world", "2", "--steps", "0"), ("--world", "2", "--set", "layout.tp=2")]
+)
+def test_what_exact_mode_cannot_be_asked_is_refused_in_four_parts(spec, capsys, wrong):
+    assert main(["verify", "exact", spec, *wrong, "--json"]) == 2
+    document = json.loads(capsys.readouterr().out)
+    assert (document["schema"], document["verdict"], document["findings"]) == ("fourfold.error/1", "fail", [])
+    assert document["exit_code"] == 2
+    for problem in document["problems"]:
+        assert all(problem[part] for part in ("asked", "found", "why", "instead"))
+
+
+EXACT = ["verify", "exact", "small.toml", "--world", "2", "--steps", "1"]
+
+
+@pytest.mark.usefixtures("spec")
+def test_exact_is_one_document_and_one_command(capsys, monkeypatch):
+    layouts = [LayoutSpec(dp_replicate=1), LayoutSpec(dp_replicate=1, dp_shard=2, zero=3)]
+    monkeypatch.setattr("fourfold.verify.exact.exact_layouts", lambda _world: iter(layouts))
+    assert main([*EXACT, "--set", "run.seed=3", "--out", "here", "--json"]) == 0
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)
+    assert (document["schema"], document["verdict"]) == ("fourfold.verify.exact/1", "pass")
+    assert (document["world"], document["steps"], document["changes"]) == (2, 1, [])
+    first, second = document["layouts"]
+    assert first["sha256"] == second["sha256"] and len(first["sha256"]) == 64
+    assert [finding["claim"] for finding in document["findings"]] == [first["words"], second["words"]]
+    assert document["findings"][0]["command"] == f"fourfold {' '.join(EXACT)} --set run.seed=3"
+    assert "next: fourfold train small.toml --nproc 2 --set run.seed=3 --set run.exact=true" in printed.err
+
+
+@pytest.mark.usefixtures("spec")
+def test_other_bits_exit_3(capsys, monkeypatch):
+    def bits(spec, *_more):
+        one = RunBits((StepBits("0x1p0", {"w": "a"}, "0x1p0", {"w": "b"}),), {"w": "b"})
+        other = replace(one.steps[0], gradients={"w": "c"})
+        return one if spec.layout.zero == 0 else replace(one, steps=(other,))
+
+    monkeypatch.setattr("fourfold.verify.exact._bits_of", bits)
+    assert main(EXACT) == 3
+    printed = capsys.readouterr()
+    assert "step 1: gradient of w" in printed.out and "SHA-256 of all parameters" in printed.out
+    assert max(map(len, printed.out.splitlines())) <= 80
+    assert f"next: fourfold {' '.join(EXACT)}" in printed.err
+    assert main([*EXACT, "--json"]) == 3
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["verdict"] == "fail" and "failed: " in printed.err
 
 
 def test_long_claims_are_broken_and_short_ones_are_not():

@@ -17,6 +17,9 @@ from fourfold.lab.report_page import render
 from fourfold.lab.report_words import count
 from fourfold.record.reader import RunReader
 from fourfold.record.run_dir import RunDir
+from fourfold.spec.load import load_spec
+from fourfold.spec.settle import settle
+from fourfold.train.resume import differences
 from fourfold.verify.coverage import run_coverage
 from tests.cli.test_train import finish
 from tests.train.test_resume import SLOW, curve, go, go_to_the_end
@@ -95,10 +98,7 @@ def test_other_numbers_of_ranks_one_after_the_other(tmp_path, undisturbed, first
     told = report_document(RunReader(run))
     assert told["verdict"] == "pass"
     assert told["title"].endswith(f" on {worlds[0]}, then {worlds[1]}, then {count(worlds[2], 'rank')}")
-    assert (
-        told["summary"]["steps_agree"] is True
-        and told["summary"]["steps_done"] == 12
-    )
+    assert told["summary"]["steps_agree"] is True and told["summary"]["steps_done"] == 12
     assert [one["ranks"] for one in told["history"]["attempts"]] == worlds
     page = render(told, RunReader(run).metrics(), RunReader(run).spec().model)
     assert f"on {worlds[1]} ranks; stopped" in page
@@ -113,6 +113,17 @@ def test_what_would_have_other_bits_is_refused(undisturbed):
         code, story = finish(go(undisturbed, "--resume", "must", sets=(*EXACT, *sets), nproc=1))
         assert code == 2, story
         assert key in story
+
+
+def test_one_thread_is_what_exact_mode_has_without_a_word():
+    def asked(*sets):
+        return settle(load_spec("tiny", sets).spec, 2).model_dump(mode="json")
+
+    exact, typed = asked("run.exact=true"), asked("run.exact=true", "hardware.threads_per_rank=1")
+    assert differences(exact, typed) == differences(typed, exact) == []
+    two = asked("run.exact=true", "hardware.threads_per_rank=2")
+    assert differences(typed, two) == differences(exact, two) == [("hardware.threads_per_rank", 1, 2)]
+    assert differences(asked(), asked("hardware.threads_per_rank=2")) == []  # outside of it they are free
 
 
 def test_another_number_of_ranks_needs_exact_mode(tmp_path):

@@ -141,9 +141,14 @@ class RunSpec(Value):
     grace_s: Annotated[float, Field(gt=0.0)] = 30.0  # from the first signal to the end of every rank
 
 
+EXACT_THREADS = (
+    1  # of a rank: sums inside an operation are cut between threads, so that their number is part of a run
+)
+
+
 class HardwareSpec(Value):
     """The machine. Unknown is said, not guessed."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     devices_per_node: PositiveInt = 8
-    threads_per_rank: PositiveInt | None = None  # default: cores / local ranks
+    threads_per_rank: PositiveInt | None = None  # default: cores / local ranks; in exact mode EXACT_THREADS

@@ -25,6 +25,7 @@ from fourfold.record.rewind import keep_lines_until, set_findings_aside
 from fourfold.record.run_dir import RunDir, is_empty, next_free_beside
 from fourfold.record.writer import write_json
 from fourfold.spec.errors import DataError, Problem, SpecError
+from fourfold.spec.training import EXACT_THREADS
 from fourfold.spec.words import counted
 
 Resume = Literal["auto", "must", "never"]
@@ -58,7 +59,6 @@ FREE = frozenset(
 # In exact mode the bits do not depend on these either: how many ranks there are, and what each of them holds. On the
 # number of threads they do.
 FREE_IN_EXACT = frozenset(["layout.dp_replicate", "layout.dp_shard", "layout.zero", "batch.accumulation"])
-HELD_IN_EXACT = frozenset(["hardware.threads_per_rank"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,12 +234,14 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """What makes two settled Specs (as JSON has them) those of different runs: setting, before, after."""
     exact = before["run"]["exact"] and after["run"]["exact"]
-    free, held = (FREE | FREE_IN_EXACT, HELD_IN_EXACT) if exact else (FREE, frozenset())
-    return [
+    free = FREE | FREE_IN_EXACT if exact else FREE
+    found = [
         (key, one, other)
         for key, one, other in _unlike(before, after, "")
-        if key in held or not (key in free or key.startswith("hardware."))
+        if not (key in free or key.startswith("hardware."))
     ]
+    one, other = (values["hardware"]["threads_per_rank"] or EXACT_THREADS for values in (before, after))
+    return [*found, ("hardware.threads_per_rank", one, other)] if exact and one != other else found
 
 
 def _unlike(before: Any, after: Any, at: str) -> list[tuple[str, Any, Any]]:

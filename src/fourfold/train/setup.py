@@ -26,6 +26,7 @@ from fourfold.parallel.initial import fill_boxes
 from fourfold.parallel.narrow import loss_module
 from fourfold.parallel.offload import MappedMoments, home, mapped
 from fourfold.spec.spec import Spec
+from fourfold.spec.training import EXACT_THREADS
 from fourfold.train.census import check_boxes, check_parameters, check_request
 from fourfold.train.optimizer import Optimizer
 from fourfold.train.precision import parameter_dtype, require_device, settle_order, settle_products
@@ -145,7 +146,7 @@ def open_training(
         parallel = parallelize(module, spec.layout, joined.device, spec.precision, spec.run.exact)
     settle_products(spec.precision)  # after what a user's model may set when it is built
     if spec.run.exact:
-        settle_order(spec.hardware.threads_per_rank or 1)
+        settle_order(spec.hardware.threads_per_rank or EXACT_THREADS)
     seed_streams(seed, joined.rank.rank)
     room = _room_on_disk(spec, joined, scratch) if spec.layout.offload == "disk" else None
     training = assembled(spec, joined, kit, module, parallel, sources, room, census, beat)

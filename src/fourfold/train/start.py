@@ -16,6 +16,7 @@ from fourfold.record.environment import environment
 from fourfold.record.lock import locked
 from fourfold.record.run_dir import RunDir, claim_filled, claim_next, give_back
 from fourfold.record.writer import write_json, write_request
+from fourfold.spec.training import EXACT_THREADS
 from fourfold.train.resume import GoingOn, next_point, reopen_run
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ def start(
         run_dir=run.path,
         timeout_s=plan.spec.run.timeout_s,
         grace_s=plan.spec.run.grace_s,
-        threads_per_rank=plan.spec.hardware.threads_per_rank or (1 if plan.spec.run.exact else None),
+        threads_per_rank=plan.spec.hardware.threads_per_rank
+        or (EXACT_THREADS if plan.spec.run.exact else None),
         typed=plan.command,
         holds=True,
         restarts=Restarts(max_restarts, partial(next_point, plan, run), done) if max_restarts else None,

@@ -15,7 +15,7 @@ from fourfold.spec.errors import Problem, RankFailed, SpecError
 from fourfold.spec.rules import require
 from fourfold.spec.settle import settle
 from fourfold.spec.spec import Spec
-from fourfold.spec.training import LayoutSpec
+from fourfold.spec.training import EXACT_THREADS, LayoutSpec
 from fourfold.spec.words import counted
 from fourfold.verify.case import TIMEOUT_S
 from fourfold.verify.equal import require_steps
@@ -136,7 +136,7 @@ def _settled(spec: Spec, layout: LayoutSpec) -> Spec:
 def _bits_of(spec: Spec, steps: int, setup: str | None, timeout_s: float) -> RunBits:
     """What ranks of a settled Spec train to. Raises RankFailed."""
     world = int(spec.layout.dp_replicate) * int(spec.layout.dp_shard)
-    threads = spec.hardware.threads_per_rank or 1
+    threads = spec.hardware.threads_per_rank or EXACT_THREADS
     with closing(
         RankPool(world, timeout_s=timeout_s, setup=setup, threads=threads, device=spec.hardware.device)
     ) as pool:
