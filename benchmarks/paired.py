@@ -7,6 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 LIMIT = 1.02
@@ -25,13 +26,22 @@ def asked(description: str | None) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def fourfold_loop(training: Any, record: Any, steps: int) -> Callable[[int], None]:
-    """The product's loop body, call for call as in train/loop.py."""
+def fourfold_loop(
+    training: Any,
+    record: Any,
+    steps: int,
+    around: Callable[[int], AbstractContextManager[None]] | None = None,
+) -> Callable[[int], None]:
+    """The product's loop body, call for call as in train/loop.py.
+
+    around: entered around each update, by the number of the step; by default what looks at invariants.
+    """
     from fourfold.train.checks import check_step
     from fourfold.train.invariants import Invariants
     from fourfold.train.step import accumulate, agree_totals, clip, update
 
     invariants = Invariants(training)
+    looked_at = around or (lambda number: invariants.around(number, saves=False))
     supply = enumerate(training.loader.steps(0, steps))
 
     def step(_index: int) -> None:
@@ -40,16 +50,19 @@ def fourfold_loop(training: Any, record: Any, steps: int) -> Callable[[int], Non
         pair, totals = accumulate(training, batches, pending)
         norm = clip(training)
         check_step(training, batches, pair, norm)
-        with invariants.around(number, saves=False):
+        with looked_at(number):
             rate = update(training, number)
         record.step(number, batches, pair, norm, rate, totals)
 
     return step
 
 
-def in_turn(loops: Mapping[str, Callable[[int], None]], rounds: int) -> list[dict[str, float]]:
+def in_turn(
+    loops: Mapping[str, Callable[[int], None]], rounds: int, cpu: list[dict[str, float]] | None = None
+) -> list[dict[str, float]]:
     """Seconds of one step of each loop, per round after the warm-up; a round's time is that of the slowest rank.
 
+    cpu: gets the same in CPU seconds, of all ranks together: other work on the machine changes them little.
     The order alternates, and barriers stand between. Every rank calls.
     """
     import torch
@@ -61,15 +74,19 @@ def in_turn(loops: Mapping[str, Callable[[int], None]], rounds: int) -> list[dic
         order = order[index % len(order) :] + order[: index % len(order)]
         if index % 2:
             order.reverse()
-        seconds = dict.fromkeys(loops, 0.0)
+        seconds, worked = dict.fromkeys(loops, 0.0), dict.fromkeys(loops, 0.0)
         for name in order:
             dist.barrier()
-            start = time.perf_counter()
+            start, work = time.perf_counter(), time.process_time()
             loops[name](index)
-            seconds[name] = time.perf_counter() - start
+            seconds[name], worked[name] = time.perf_counter() - start, time.process_time() - work
         slowest = torch.tensor([seconds[name] for name in loops], dtype=torch.float64)
+        together = torch.tensor([worked[name] for name in loops], dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(together)
         times.append(dict(zip(loops, slowest.tolist(), strict=True)))
+        if cpu is not None and index >= WARM_UP_STEPS:
+            cpu.append(dict(zip(loops, together.tolist(), strict=True)))
     return times[WARM_UP_STEPS:]
 
 
