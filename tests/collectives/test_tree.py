@@ -46,6 +46,16 @@ def test_the_same_bits_on_every_power_of_two(each, power, seed):
         assert total.view(torch.int32) == whole.view(torch.int32)
 
 
+@given(st.integers(1, 40), st.integers(0, 2**32))
+def test_any_number_of_parts_is_summed_as_the_tree_has_it(number, seed):
+    draws = torch.Generator().manual_seed(seed)
+    parts = torch.randn(number, 3, generator=draws) * 10.0 ** torch.randint(
+        -6, 6, (number, 1), generator=draws
+    )
+    expected = added([*parts.clone()])
+    assert torch.equal(sum_in_order(parts, torch.empty(3)), expected)
+
+
 def test_another_order_has_other_bits():
     leaves = torch.randn(64, generator=torch.Generator().manual_seed(0))
     one_by_one = leaves[0]
@@ -58,7 +68,7 @@ def test_powers_of_two():
     assert [n for n in range(-1, 20) if is_power_of_two(n)] == [1, 2, 4, 8, 16]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_sums_over_ranks_are_those_of_one(ranks, world):
     tensors = rank_jobs.tensors_of_ranks(world)
     expected = sum_in_order(torch.stack(tensors), torch.empty_like(tensors[0]))

@@ -10,6 +10,7 @@ reduce-scatter. With an all-gather after it, it is an all-reduce.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,12 +39,20 @@ def is_power_of_two(number: int) -> bool:
 
 
 def sum_in_order(parts: Tensor, out: Tensor) -> Tensor:
-    """Sum `parts` [N, ...] over its first dim into `out` [...], pair by pair; N a power of two. `parts` is used up."""
+    """Sum `parts` [N, ...] over its first dim into `out` [...], as the tree of N leaves has it. `parts` is used up."""
     nodes = list(parts.unbind())
-    assert is_power_of_two(len(nodes)), "every rank holds a node"
-    while len(nodes) > 2:
-        nodes = [left.add_(right) for left, right in zip(nodes[::2], nodes[1::2], strict=True)]
-    return torch.add(*nodes, out=out) if len(nodes) == 2 else out.copy_(nodes[0])
+    if len(nodes) == 1:
+        return out.copy_(nodes[0])
+    middle = (len(nodes) + 1) // 2
+    return torch.add(_node(nodes[:middle]), _node(nodes[middle:]), out=out)
+
+
+def _node(leaves: Sequence[Tensor]) -> Tensor:
+    """Their sum, in the first of them."""
+    if len(leaves) == 1:
+        return leaves[0]
+    middle = (len(leaves) + 1) // 2
+    return _node(leaves[:middle]).add_(_node(leaves[middle:]))
 
 
 def reduce_scatter(output: Tensor, source: Tensor, group: dist.ProcessGroup | None) -> None:
