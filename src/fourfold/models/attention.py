@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.models.draws import Draws
+from fourfold.models.draws import Draws, draw_key
 from fourfold.models.initial import Linear
 from fourfold.models.routing import Rows
 
@@ -34,7 +34,7 @@ class Shared:
     draws: Draws | None
     rows: Rows | None = None
 
-    def dropout(self, x: Tensor, p: float, name: str) -> Tensor:
+    def dropout(self, x: Tensor, p: float, name: str | Tensor) -> Tensor:
         """Dropout on the output of the module called `name`, where this forward has any."""
         return x if self.draws is None else self.draws.dropout(x, p, name)
 
@@ -125,7 +125,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_width = head_width
         self.dropout = dropout
-        self.output_name = f"{name}.output"
+        self.output_key = draw_key(f"{name}.output")
         self.query = Linear(width, heads * head_width, bias=biases)
         self.key = Linear(width, kv_heads * head_width, bias=biases)
         self.value = Linear(width, kv_heads * head_width, bias=biases)
@@ -138,4 +138,4 @@ class Attention(nn.Module):
         if shared.turns is not None:
             query, key = rotate(query, shared.turns), rotate(key, shared.turns)
         mixed = shared.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-        return shared.dropout(self.output(mixed.transpose(1, 2).flatten(2)), self.dropout, self.output_name)
+        return shared.dropout(self.output(mixed.transpose(1, 2).flatten(2)), self.dropout, self.output_key)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fourfold.collectives.context import Context
 from fourfold.models.attention import Attention, Cached, Shared, attend, mask_between
 from fourfold.models.carried import noted
-from fourfold.models.draws import Draws
+from fourfold.models.draws import Draws, draw_key
 from fourfold.models.initial import Embedding, Linear, fill
 from fourfold.models.loss import cross_entropy
 from fourfold.models.mixture import Routed
@@ -41,7 +41,7 @@ class FeedForward(nn.Module):
     def __init__(self, name: str, spec: DecoderSpec, hidden: int, dropout: float) -> None:
         super().__init__()
         self.dropout = dropout
-        self.output_name = f"{name}.down"
+        self.output_key = draw_key(f"{name}.down")
         self.gate = Linear(spec.width, hidden, bias=spec.biases) if spec.ffn == "swiglu" else None
         self.up = Linear(spec.width, hidden, bias=spec.biases)
         self.down = Linear(hidden, spec.width, bias=spec.biases)
@@ -52,7 +52,7 @@ class FeedForward(nn.Module):
             hidden = F.gelu(self.up(x), approximate="tanh")
         else:
             hidden = F.silu(self.gate(x)) * self.up(x)
-        return shared.dropout(self.down(hidden), self.dropout, self.output_name)
+        return shared.dropout(self.down(hidden), self.dropout, self.output_key)
 
 
 class Mixture(nn.Module):
@@ -61,7 +61,7 @@ class Mixture(nn.Module):
     def __init__(self, name: str, spec: DecoderSpec, moe: MoeSpec) -> None:
         super().__init__()
         self.dropout = spec.dropout
-        self.output_name = name
+        self.output_key = draw_key(name)
         self.routed = Routed(spec, moe)
         hidden = shared_width(spec)
         self.shared = FeedForward(f"{name}.shared", spec, hidden, dropout=0.0) if hidden else None
@@ -71,7 +71,7 @@ class Mixture(nn.Module):
         y = self.routed(x, shared.rows)
         if self.shared is not None:
             y = y + self.shared(x, shared)
-        return shared.dropout(y, self.dropout, self.output_name)
+        return shared.dropout(y, self.dropout, self.output_key)
 
 
 class Block(nn.Module):

@@ -45,6 +45,27 @@ def _key(*parts: int | str) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
+def _constant(name: str) -> int:
+    return _key(name)
+
+
+_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]  # compiled code has the result
+
+
+def draw_key(name: str) -> Tensor:
+    """What a module of that name may hand to `Draws` in place of its name: 0-dim int64, on the CPU.
+
+    A tensor is an input of compiled code, and a name a constant in it: with keys one code serves all blocks alike.
+    """
+    return torch.tensor(_key(name), device="cpu")
+
+
+def _key_of(name: str | Tensor) -> int | Tensor:
+    if isinstance(name, Tensor):
+        return name
+    return _constant(name)
+
+
 def _mix_(x: Tensor) -> Tensor:
     """SplitMix64's finaliser, in place on int64."""
     shifted = torch.empty_like(x)
@@ -74,10 +95,10 @@ class Draws:
         self._context = context
         self._counters: dict[tuple[int, int], Tensor] = {}
 
-    def keep(self, name: str, p: float, shape: Sequence[int]) -> Tensor:
+    def keep(self, name: str | Tensor, p: float, shape: Sequence[int]) -> Tensor:
         """Which elements dropout keeps.
 
-        name   of the module whose output it is; other names give other draws
+        name   of the module whose output it is, or its `draw_key`; other names give other draws
         p      share to drop, taken to the nearest multiple of 2**-16
         shape  [B, ...]; an element's logical index is its flat index within the row
 
@@ -86,7 +107,7 @@ class Draws:
         """
         return self._kept_here(name, _dropped_levels(p), shape).bool()
 
-    def dropout(self, x: Tensor, p: float, name: str) -> Tensor:
+    def dropout(self, x: Tensor, p: float, name: str | Tensor) -> Tensor:
         """`x` [B, ...] with a share `p` set to zero and the rest scaled so that the expectation stays.
 
         Source: Srivastava et al., JMLR 15 (2014), scaled in training.  The mask is the same for every dtype.
@@ -98,7 +119,7 @@ class Draws:
             return self._dropout_of_box(x, name, levels)
         return x * self._kept_here(name, levels, x.shape) * (_LEVELS / (_LEVELS - levels))
 
-    def _dropout_of_box(self, x: DTensor, name: str, levels: int) -> Tensor:
+    def _dropout_of_box(self, x: DTensor, name: str | Tensor, levels: int) -> Tensor:
         """The same where this rank has a box of `x`."""
         kept = self._kept_here(name, levels, x.shape, box_of(x))
         own = x.to_local() * kept * (_LEVELS / (_LEVELS - levels))
@@ -106,7 +127,9 @@ class Draws:
             own, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
         )
 
-    def _kept_here(self, name: str, levels: int, shape: Sequence[int], box: Box | None = None) -> Tensor:
+    def _kept_here(
+        self, name: str | Tensor, levels: int, shape: Sequence[int], box: Box | None = None
+    ) -> Tensor:
         """See `_kept`; `shape` and `box` are of the tokens that are here."""
         if self._context is None:
             return self._kept(name, levels, shape, box)
@@ -124,7 +147,7 @@ class Draws:
             torch.cat(parts, 1) if parts else torch.empty(size, dtype=torch.int16, device=self._rows.device)
         )
 
-    def _kept(self, name: str, levels: int, shape: Sequence[int], box: Box | None = None) -> Tensor:
+    def _kept(self, name: str | Tensor, levels: int, shape: Sequence[int], box: Box | None = None) -> Tensor:
         """1 where kept, else 0: as int16, for a CPU makes and multiplies bool several times slower.
 
         box: the part of `shape` that is wanted.
@@ -142,11 +165,13 @@ class Draws:
             shape = box.size
         first = start // _LANES
         counter = self._counter(first, -(-(start + elements) // _LANES))
-        hashes = _mix_(counter + (rows + _key(name)))
+        hashes = _mix_(counter + (rows + _key_of(name)))
         lanes = hashes.view(torch.int16)[:, start - first * _LANES :][:, :elements]
         return lanes.ge_(levels - _LEVELS // 2).reshape(*shape)
 
     def _counter(self, first: int, stop: int) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.arange(first, stop, device=self._rows.device).mul_(_GAMMA)
         if (first, stop) not in self._counters:
             self._counters[first, stop] = torch.arange(first, stop, device=self._rows.device).mul_(_GAMMA)
         return self._counters[first, stop]

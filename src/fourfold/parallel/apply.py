@@ -18,6 +18,7 @@ from fourfold.data.batch import Batch
 from fourfold.models.protocol import Heads, LossModule, Rule
 from fourfold.parallel.balance import Balance
 from fourfold.parallel.clip import GradientNorm
+from fourfold.parallel.compile import compiled
 from fourfold.parallel.context_parallel import ContextParallel
 from fourfold.parallel.data_parallel import Alone, Replicas, moved
 from fourfold.parallel.every_block import EveryBlock
@@ -200,8 +201,8 @@ def parallelize(
     precision: in what parameters are gathered, and gradients summed over data-parallel ranks. exact: in one fixed
     order, whatever their number.
 
-    The order is fixed: context parallel, tensor and sequence parallel, expert parallel, recompute, stages of a
-    pipeline, sharded data parallel or replicas. The rules have refused what is not built yet.
+    The order is fixed: context parallel, tensor and sequence parallel, expert parallel, compilation, recompute,
+    stages of a pipeline, sharded data parallel or replicas. The rules have refused what is not built yet.
     Collectives: those that make the mesh's groups, and of `data_parallel.Replicas`.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -211,7 +212,9 @@ def parallelize(
 
     context = None
     if grid.cp > 1:
-        context = ContextParallel(sub_mesh(grid, device.type, "cp"), layout.cp_method)
+        context = ContextParallel(
+            sub_mesh(grid, device.type, "cp"), layout.cp_method, layout.compile != "none"
+        )
     joined: Mapping[str, Rule] = {}
     trail: Trail | None = None
     if grid.tp > 1:
@@ -219,7 +222,9 @@ def parallelize(
         joined, trail = tensor_parallel(network, kit, mesh, layout.sp, whole_experts=grid.ep > 1)
     if grid.ep > 1:
         expert_parallel(network, sub_mesh(grid, device.type, "ep"))
-    recompute(network, kit, layout, trail.forget if trail else lambda: None)
+    forget = trail.forget if trail else lambda: None
+    compiled(network, kit, layout, forget)
+    recompute(network, kit, layout, forget)
     stages = whole(module)
     if grid.pp > 1:
         stages = in_stages(module, layout, device, precision, is_sharded(layout, device))

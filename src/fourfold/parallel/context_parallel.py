@@ -32,13 +32,16 @@ from fourfold.parallel.ring import Ring, ring_attention
 from fourfold.spec.errors import Problem, SpecError
 from fourfold.spec.training import CpMethod
 
+Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
 Places = Sequence[Tensor]  # of each rank, int64 [t]
 
 
 class ContextParallel:
     """Rows cut between the ranks of `mesh` ("cp")."""
 
-    def __init__(self, mesh: DeviceMesh, method: CpMethod) -> None:
+    def __init__(self, mesh: DeviceMesh, method: CpMethod, apart: bool = False) -> None:
+        """apart: attention is called from compiled code, and is no part of it."""
+        self._apart = apart
         self._ring = Ring(mesh.get_group())
         self._method = _METHODS[method](self._ring)
         self.rank = self._ring.rank
@@ -51,7 +54,9 @@ class ContextParallel:
         length, mine = batch.inputs.shape[1], self._ring.rank
         runs = [runs_of(length, self._ring.ranks, rank) for rank in range(self._ring.ranks)]
         places = [torch.cat([torch.arange(*run) for run in of_rank]) for of_rank in runs]
-        attend = _Attend(self._method, places)
+        attend: Attend = _Attend(self._method, places)
+        if self._apart:
+            attend = torch.compiler.disable(attend.__call__)
         gather = partial(self._gathered, places)
         own = batch.part(Context(runs[mine], length, attend, gather, batch.inputs, batch.valid))
         return own if mine == 0 else replace(own, processed=0, nonpadding=0)

@@ -40,15 +40,19 @@ class Cut:
 
     def whole(self, x: Tensor) -> DTensor:
         """`x`, all of it on each rank; a plain tensor is the same on all of them."""
+        if torch.compiler.is_compiling():
+            return self._made(x)  # what is kept would become an output of the code
         state = (x._version, torch.is_grad_enabled())
         if self.last is not None and self.last[0] is x and self.last[1] == state:
             return self.last[2]
-        if isinstance(x, DTensor):
-            made = x.redistribute(self.mesh, [Replicate()])
-        else:
-            made = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        made = self._made(x)
         self.last = (x, state, made)
         return made
+
+    def _made(self, x: Tensor) -> DTensor:
+        if isinstance(x, DTensor):
+            return x.redistribute(self.mesh, [Replicate()])
+        return DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
 
     def forget(self) -> None:
         """Hold nothing of a forward that has ended."""

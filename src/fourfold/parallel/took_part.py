@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fourfold.collectives.rehearsed import with_values
+from fourfold.parallel.compile import surfaces
 from fourfold.spec.errors import CheckFailed, Problem
 
 
@@ -34,11 +35,11 @@ class TookPart:
                     self._names[id(child), key] = name
         self._trained = list(dict.fromkeys(self._names.values()))  # in the order of the model, on every rank
         owners = {owner for owner, _ in self._names}
-        for child in module.modules():
+        for child, surface in surfaces(module).items():
             if id(child) in owners:
-                child.register_forward_pre_hook(self._watch)
+                surface.register_forward_pre_hook(partial(self._watch, child))
 
-    def _watch(self, module: nn.Module, _args: Any) -> None:
+    def _watch(self, module: nn.Module, _surface: nn.Module, _args: Any) -> None:
         if not torch.is_grad_enabled():
             return
         # In every forward: named_parameters takes far longer.

@@ -99,7 +99,7 @@ class Trail:
 
     def note(self, module: Joined, taken: object) -> None:
         """`module` begins. Raises SpecError for half a pair under sequence parallel, on every rank alike."""
-        if in_backward():
+        if torch.compiler.is_compiling() or in_backward():
             return
         parts = isinstance(taken, DTensor) and taken.placements[0].is_shard(taken.ndim - 1)
         fits = not (module.matrix and isinstance(taken, DTensor)) or taken.shape[-1] == module.shape[1]

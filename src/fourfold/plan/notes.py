@@ -24,6 +24,7 @@ def notes_on(spec: Spec, nproc: int) -> tuple[str, ...]:
         *_nothing_to_cut(spec),
         *_bubble(spec),
         *_nothing_to_recompute(spec),
+        *_compiled(spec),
         *_uneven(spec),
         *unknown_cut(spec),
         *_routed(spec),
@@ -67,6 +68,14 @@ def _nothing_to_recompute(spec: Spec) -> Iterator[str]:
         yield (
             f"layout.recompute = {spec.layout.recompute} frees nothing of an mlp: each of its blocks is one Linear, "
             "which keeps no more than what goes into it"
+        )
+
+
+def _compiled(spec: Spec) -> Iterator[str]:
+    if spec.layout.compile != "none":
+        yield (
+            "layout.compile: code of the blocks is made in the first step, and in the first validation; what is told "
+            "of activations is of blocks as they are, and compiled ones may hold less"
         )
 
 

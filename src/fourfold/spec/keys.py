@@ -71,6 +71,8 @@ SYNONYMS = {
     "layout.unused_parameters": ("find_unused_parameters",),
     "layout.recompute": ("activation_checkpointing", "gradient_checkpointing", "activation_checkpoint", "ac_mode",
                          "recompute_granularity", "selective_ac_option", "activations_checkpoint_granularity"),
+    "layout.compile": ("torch_compile", "compile_model", "use_compile", "dynamo"),
+    "layout.compile_backend": ("torch_compile_backend", "dynamo_backend"),
     "layout.recompute_keep": ("recompute_modules", "ops_to_save", "save_list"),
     "layout.bucket_mib": ("bucket_cap_mb", "bucket_mb", "bucket_size_mb"),
     "checkpoint.every": ("save_every", "save_steps", "save_interval", "checkpoint_every"),

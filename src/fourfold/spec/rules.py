@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from fourfold.spec import (
+    rules_compile,
     rules_context,
     rules_data,
     rules_exact,
@@ -112,6 +113,21 @@ RULES: tuple[Rule, ...] = (
         "operations kept when recomputing",
         ("layout.recompute_keep", "layout.recompute"),
         rules_recompute.keep_is_used,
+    ),
+    Rule(
+        "a backend that compiles", ("layout.compile_backend", "layout.compile"), rules_compile.backend_is_used
+    ),
+    Rule(
+        "operations of compiled blocks",
+        ("layout.recompute", "layout.compile"),
+        rules_compile.compiled_keeps_no_operations,
+        owed="not built",
+    ),
+    Rule(
+        "one backward of compiled blocks",
+        ("layout.compile", "layout.pp_schedule", "layout.pp"),
+        rules_compile.compiled_goes_back_at_once,
+        owed="library",
     ),
     Rule("files to offload to", ("layout.offload_dir", "layout.offload"), rules_memory.offload_dir_is_used),
     Rule("sp needs tp", ("layout.sp", "layout.tp"), rules_layout.sp_needs_tp),

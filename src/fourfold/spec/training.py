@@ -98,6 +98,10 @@ class LayoutSpec(Value):
     # What of a block's forward is computed again in backward, not kept: all; all but `recompute_keep` ("selective").
     recompute: Literal["none", "full", "selective"] = "none"
     recompute_keep: Names = KEPT  # also: bmm, convolution, collective (between ranks)
+    # Blocks of the network as code of torch's compiler: one for all blocks alike. Nothing outside of blocks.
+    compile: Literal["none", "blocks"] = "none"
+    # What makes it: inductor, fused kernels; aot_eager, the same graphs by torch's own operations (no C++ compiler).
+    compile_backend: Literal["inductor", "aot_eager"] = "inductor"
     wrap: PositiveInt | Literal["model"] = (
         1  # zero 1-3: blocks in one unit of sharding; "model": all is one unit
     )

@@ -78,8 +78,11 @@ def rehearse(spec: Spec) -> Rehearsal | Unreadable:
     """Rehearse a step of rank 0 of the settled `spec`, in a process of its own; nothing is written.
 
     Raises what a rank would raise of the model and its sharding table, SpecError or CheckFailed; FourfoldError, exit
-    code 1, for an error of the user's own code; RankFailed where the process was gone.
+    code 1, for an error of the user's own code; RankFailed where the process was gone. Blocks are not compiled: code is
+    made of values' real shapes alone.
     """
+    plain = {"compile": "none", "compile_backend": "inductor"}
+    spec = spec.model_copy(update={"layout": spec.layout.model_copy(update=plain)})
     with RankPool(1, timeout_s=_LONGEST_S) as pool:
         try:
             return pool.run(rehearse_here, spec)[0]

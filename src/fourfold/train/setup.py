@@ -22,6 +22,7 @@ from fourfold.launch.rank import Joined
 from fourfold.models.protocol import BoxedKit, LossModule, ModelKit
 from fourfold.models.registry import kit_for
 from fourfold.parallel.apply import Parallel, is_cut, is_sharded, parallelize
+from fourfold.parallel.compile import require_compiler
 from fourfold.parallel.initial import fill_boxes
 from fourfold.parallel.narrow import loss_module
 from fourfold.parallel.offload import MappedMoments, home, mapped
@@ -124,10 +125,12 @@ def open_training(
     spec: settled for `joined.rank.world`. sources: opened data, if the caller has it already. scratch: the folder for
     what `layout.offload` maps, where the Spec names none; default: the system's for temporary files.
     Collectives: two all-gathers of objects (the census), then those of `parallelize`.
-    Raises SpecError for a precision that the device does not have, DataError or SpecError for data that cannot be
-    trained on, CheckFailed where ranks differ, DataError where moments have no room on disk.
+    Raises SpecError for a precision that the device does not have, or a compiler that it lacks, DataError or
+    SpecError for data that cannot be trained on, CheckFailed where ranks differ, DataError where moments have no room
+    on disk.
     """
     require_device(spec.precision, joined.device)
+    require_compiler(spec.layout, joined.device)
     if sources is None:
         sources = open_sources(spec)
     census = check_request(spec, joined.rank, sources.content_hash)

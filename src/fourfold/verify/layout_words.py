@@ -24,7 +24,8 @@ def words(layout: LayoutSpec) -> str:
     parts += [f"split {'+'.join(map(str, layout.pp_split or ()))}"] * (
         layout.pp > 1 and layout.pp_split is not None
     )
-    return ", ".join(parts + [f"recompute {layout.recompute}"] * (layout.recompute != "none"))
+    parts += [f"recompute {layout.recompute}"] * (layout.recompute != "none")
+    return ", ".join(parts + ["compiled"] * (layout.compile != "none"))
 
 
 def settings(spec: Spec) -> tuple[str, ...]:
@@ -34,7 +35,16 @@ def settings(spec: Spec) -> tuple[str, ...]:
     values = {key: value for key, value in values.items() if value != 1 or key == "layout.dp_replicate"}
     values |= {"layout.sp": str(layout.sp).lower(), "batch.global_batch": batch.global_batch}
     values |= {"batch.micro_batch": batch.micro_batch, "batch.accumulation": batch.accumulation}
-    options = ("recompute", "recompute_keep", "cp_method", "pp_schedule", "pp_virtual", "pp_split")
+    options = (
+        "recompute",
+        "recompute_keep",
+        "compile",
+        "compile_backend",
+        "cp_method",
+        "pp_schedule",
+        "pp_virtual",
+        "pp_split",
+    )
     for option in options:
         if (value := getattr(layout, option)) != getattr(_PLAIN, option):
             values[f"layout.{option}"] = toml_word(value)

@@ -4,6 +4,8 @@ A row of the global batch has the same fingerprints however the batch is cut int
 can be compared with a reference that computes all of them together, without moving a tensor. A layer that mixes
 rows, or draws by a row's place in its microbatch, shows as a deviation: it gives a row other values there.
 
+Of a compiled block is seen what goes in and comes out, and the gradients of its parameters.
+
 What tensor- and context-parallel ranks hold in parts is made whole first (`whole.py`); a row is then whole on each.
 
 A fingerprint is a few fixed pseudo-random projections in fp64: a difference anywhere in a row moves all of them.
@@ -25,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from fourfold.data.batch import Batch
 from fourfold.models.exchange import Stacks
 from fourfold.parallel.clip import local
+from fourfold.parallel.compile import surfaces
 from fourfold.parallel.recompute import in_backward
 from fourfold.record.writer import JsonLines
 from fourfold.verify.whole import NETWORK, Whole
@@ -233,6 +236,7 @@ def _watch(tracer: Tracer, loss_modules: Sequence[nn.Module], models: Sequence[n
         yield module.register_forward_pre_hook(enter)
         yield module.register_forward_hook(leave)
     first: dict[int, str] = {}
+    around = {module: surface for model in models for module, surface in surfaces(model).items()}
     for prefix, module in (named for model in models for named in model.named_modules()):
         label = prefix or NETWORK
         names = {
@@ -240,9 +244,11 @@ def _watch(tracer: Tracer, loss_modules: Sequence[nn.Module], models: Sequence[n
             for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         }
         if names:
-            yield module.register_forward_pre_hook(lambda m, _i, names=names: tracer.entering(m, names))
-        if isinstance(module, Stacks):
-            continue  # what it gives is sorted by expert: rows are no rows of the batch
+            yield around[module].register_forward_pre_hook(
+                lambda _m, _i, module=module, names=names: tracer.entering(module, names)
+            )
+        if isinstance(module, Stacks) or around[module] is not module:
+            continue  # sorted by expert: rows are no rows of the batch; or a part of compiled code
         yield module.register_forward_hook(lambda _m, _i, output, label=label: tracer.computed(label, output))
 
 

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from fourfold.parallel.apply import Parallel
+from fourfold.parallel.compile import surfaces
 from fourfold.record.writer import JsonLines
 from fourfold.spec.grid import AXES
 from fourfold.spec.spec import Spec
@@ -28,7 +29,7 @@ from fourfold.verify.on_rank import opened
 from fourfold.verify.reference import Reference
 from fourfold.verify.trace import CLIPPED, NORM, OWN, REDUCED, UPDATED, Tracer, tracing
 from fourfold.verify.uneven import Masking
-from fourfold.verify.whole import of_spread_experts, whole_of
+from fourfold.verify.whole import NETWORK, of_spread_experts, whole_of
 
 Array = NDArray[np.float64]
 
@@ -51,12 +52,12 @@ def trace_rank(
         whole = whole_of(training.parallel, spec.layout.sp)
         parallel = training.parallel
         staged = parallel.pipeline is not None
+        networks = [module.module for module in parallel.modules] if staged else [training.model]
         told = {
-            "here": _here(parallel) if staged else None,
+            "here": _here(networks, parallel) if staged or spec.layout.compile != "none" else None,
             "loss": parallel.has_loss,
             "share": parallel.share,
         }
-        networks = [module.module for module in parallel.modules] if staged else [training.model]
         lines.write({"counts": parallel.counts, "collectives": asdict(whole.collectives), **told})
         with tracing(parallel.modules, networks, lines, whole, staged) as tracer:
             for step, batches in enumerate(training.loader.steps(0, steps)):
@@ -75,14 +76,18 @@ def trace_rank(
                 tracer.forget()
 
 
-def _here(parallel: Parallel) -> list[str]:
-    """Modules and parameters that take part in this rank's stages; a tied one is in the last for its value alone."""
-    assert parallel.pipeline is not None, "there are stages"
+def _here(networks: Sequence[nn.Module], parallel: Parallel) -> list[str]:
+    """Modules that are seen on this rank, and parameters; a tied one is in the last stage for its value alone."""
     names: set[str] = set()
-    for part, module in zip(parallel.pipeline.parts, parallel.modules, strict=True):
-        idle = parallel.tied.owners if parallel.tied is not None and part.index else ()
-        names |= {name for name, _ in module.module.named_modules() if name and name not in idle}
-        names |= {name for name, _ in module.module.named_parameters()}
+    for place, network in enumerate(networks):
+        later = parallel.pipeline is not None and parallel.pipeline.parts[place].index > 0
+        idle = parallel.tied.owners if parallel.tied is not None and later else ()
+        around = surfaces(network)
+        seen = {name for name, module in network.named_modules() if around[module] is module}
+        names |= {
+            name or NETWORK for name in seen if name not in idle and (name or parallel.pipeline is None)
+        }
+        names |= {name for name, _ in network.named_parameters()}
     return sorted(names)
 
 
