@@ -88,7 +88,8 @@ def registered() -> str:
     """The name under which transformers finds our attention, which is there afterwards."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+    # No part of compiled code: it counts layers, which would make another code for each.
+    ALL_ATTENTION_FUNCTIONS.register(NAME, torch.compiler.disable(_attention))
     return NAME
 
 

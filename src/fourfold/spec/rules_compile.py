@@ -31,20 +31,20 @@ def compiled_keeps_no_operations(spec: Spec) -> Problem | None:
     return Problem(
         asked='layout.recompute = "selective" with layout.compile = "blocks"',
         found="blocks whose operations are kernels of one piece of code",
-        why="what is kept is chosen when torch calls an operation: of compiled code nothing would be kept, as with "
-        '"full", at more cost',
+        why="what is kept is chosen when torch calls an operation: compiled code calls kernels of other names, of which "
+        'nothing would be kept, as with "full"',
         instead=f"--set layout.recompute=full or {_NONE}",
     )
 
 
 def compiled_goes_back_at_once(spec: Spec) -> Problem | None:
-    """A compiled block has one backward, for its input and for its weights."""
+    """A compiled block has one backward, for its input and for its weights: to ask for one of them computes both."""
     layout = spec.layout
     if layout.compile == "none" or layout.pp == 1 or not SCHEDULES[layout.pp_schedule].splits:
         return None
     return Problem(
         asked=f'layout.compile = "blocks" with layout.pp_schedule = "{layout.pp_schedule}"',
         found="a schedule that goes back for inputs first, and for weights later",
-        why="the code of a compiled block goes back for both at once, and once",
+        why="the code of a compiled block goes back for both at once: each half would be a whole backward",
         instead=f"--set layout.pp_schedule=1f1b or {_NONE}",
     )
