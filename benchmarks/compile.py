@@ -26,7 +26,7 @@ ALIKE = 1e-3  # of fp32, after some tens of steps
 def measure(
     source: str, sets: tuple[str, ...], pairs: int
 ) -> tuple[list[dict[str, float]], dict[str, float], dict[str, float]]:
-    """In each rank: seconds of one step of each, per round, of the slowest rank; each one's first step; and last loss."""
+    """In each rank: seconds of one step of each, per round, of the slowest rank; first steps; and last losses."""
     import torch
     import torch.distributed as dist
 

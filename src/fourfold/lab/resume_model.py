@@ -28,7 +28,7 @@ class StreamDraws(Draws):
     def __init__(self) -> None:
         """It has no address, and needs none."""
 
-    def dropout(self, x: Tensor, p: float, name: str) -> Tensor:  # noqa: ARG002
+    def dropout(self, x: Tensor, p: float, name: str | Tensor) -> Tensor:  # noqa: ARG002
         """Drop a share `p` of the elements, and scale up the rest."""
         return F.dropout(x, p)
 

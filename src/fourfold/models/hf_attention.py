@@ -89,7 +89,8 @@ def registered() -> str:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     # No part of compiled code: it counts layers, which would make another code for each.
-    ALL_ATTENTION_FUNCTIONS.register(NAME, torch.compiler.disable(_attention))
+    apart = torch.compiler.disable(_attention)  # type: ignore[no-untyped-call]
+    ALL_ATTENTION_FUNCTIONS.register(NAME, apart)
     return NAME
 
 

@@ -71,8 +71,8 @@ def compiled(
         block = network.get_submodule(name)
         for module in block.modules():
             if isinstance(module, Meeting):
-                module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
-        block.forward = _Compiled(name, block.forward, layout.compile_backend, forget)  # type: ignore[assignment]
+                module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
+        block.forward = _Compiled(name, block.forward, layout.compile_backend, forget)
         block.is_compiled = True  # type: ignore[assignment]
 
 

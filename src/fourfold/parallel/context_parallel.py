@@ -54,9 +54,10 @@ class ContextParallel:
         length, mine = batch.inputs.shape[1], self._ring.rank
         runs = [runs_of(length, self._ring.ranks, rank) for rank in range(self._ring.ranks)]
         places = [torch.cat([torch.arange(*run) for run in of_rank]) for of_rank in runs]
-        attend: Attend = _Attend(self._method, places)
+        here = _Attend(self._method, places)
+        attend: Attend = here
         if self._apart:
-            attend = torch.compiler.disable(attend.__call__)
+            attend = torch.compiler.disable(here.__call__)  # type: ignore[no-untyped-call]
         gather = partial(self._gathered, places)
         own = batch.part(Context(runs[mine], length, attend, gather, batch.inputs, batch.valid))
         return own if mine == 0 else replace(own, processed=0, nonpadding=0)

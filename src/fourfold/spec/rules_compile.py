@@ -31,8 +31,8 @@ def compiled_keeps_no_operations(spec: Spec) -> Problem | None:
     return Problem(
         asked='layout.recompute = "selective" with layout.compile = "blocks"',
         found="blocks whose operations are kernels of one piece of code",
-        why="what is kept is chosen when torch calls an operation: compiled code calls kernels of other names, of which "
-        'nothing would be kept, as with "full"',
+        why="what is kept is chosen when torch calls an operation: compiled code calls kernels of other names, and "
+        'nothing of it would be kept, as with "full"',
         instead=f"--set layout.recompute=full or {_NONE}",
     )
 
