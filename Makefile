@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 3
 
-.PHONY: demo test verify gpu-check lint types imports check bench clean help
+.PHONY: demo test verify mutants gpu-check lint types imports check bench clean help
 
 help:
 	@echo "make demo    set up .venv, train the tiny decoder on two ranks, prove it, write report.html"
 	@echo "make test    set up .venv, run the tests"
 	@echo "make verify  the long matrices that make test leaves out"
+	@echo "make mutants every planted fault against every check, and 200 runs without one (hours; goes on where it was)"
 	@echo "make gpu-check  one CUDA device: training, precision, memory, step time (skips without one)"
 	@echo "make check   lint, types, import order"
 	@echo "make bench   the measured figures (benchmarks/)"
@@ -30,6 +31,9 @@ test: $(STAMP)
 
 verify: $(STAMP)
 	$(BIN)/python -m pytest -m long
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants --jobs $(JOBS)
 
 gpu-check: $(STAMP)
 	$(BIN)/fourfold lab device

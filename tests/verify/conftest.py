@@ -1,4 +1,4 @@
-"""A Spec that is small, and awkward where it matters: dropout, tied weights, biases, documents, grouped heads."""
+"""The Spec of `small.py`, the shipped verbs on it, and the score of a file."""
 
 from __future__ import annotations
 
@@ -14,47 +14,13 @@ from fourfold.cli.main import main
 from fourfold.launch.pool import RankPool
 from fourfold.spec.load import load_spec
 from fourfold.spec.spec import Spec
-
-SPEC = """
-[model]
-kind = "decoder"
-layers = 2
-width = 32
-heads = 2
-kv_heads = 1
-tied = true
-biases = true
-dropout = 0.1
-
-[data]
-kind = "text"
-path = "{text}"
-sequence = 64
-
-[batch]
-global_batch = 8
-micro_batch = 2
-
-[optimizer]
-warmup_steps = 4
-
-[run]
-steps = 20
-"""
+from tests.verify.small import write_small
 
 
 @pytest.fixture(scope="session")
 def spec_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Spec as a file, beside its text: 60 documents of unequal length, 150 training samples or so."""
-    folder = tmp_path_factory.mktemp("small")
-    text = folder / "text"
-    text.mkdir()
-    for number in range(60):
-        words = [f"word{(number * 7 + i * i) % 97}" for i in range(10 + 13 * number % 41)]
-        (text / f"{number:02}.txt").write_text(" ".join(words), encoding="utf-8")
-    path = folder / "small.toml"
-    path.write_text(SPEC.format(text=text), encoding="utf-8")
-    return path
+    """`small.SPEC` as a file, beside its text."""
+    return write_small(tmp_path_factory.mktemp("small"))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,44 @@
+"""A Spec that is small, and awkward where it matters: dropout, tied weights, biases, documents, grouped heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SPEC = """
+[model]
+kind = "decoder"
+layers = 2
+width = 32
+heads = 2
+kv_heads = 1
+tied = true
+biases = true
+dropout = 0.1
+
+[data]
+kind = "text"
+path = "{text}"
+sequence = 64
+
+[batch]
+global_batch = 8
+micro_batch = 2
+
+[optimizer]
+warmup_steps = 4
+
+[run]
+steps = 20
+"""
+
+
+def write_small(folder: Path) -> Path:
+    """The Spec as a file in `folder`, beside its text: 60 documents of unequal length, 150 training samples or so."""
+    text = folder / "text"
+    text.mkdir(parents=True, exist_ok=True)
+    for number in range(60):
+        words = [f"word{(number * 7 + i * i) % 97}" for i in range(10 + 13 * number % 41)]
+        (text / f"{number:02}.txt").write_text(" ".join(words), encoding="utf-8")
+    path = folder / "small.toml"
+    path.write_text(SPEC.format(text=text), encoding="utf-8")
+    return path
