@@ -18,10 +18,8 @@ from fourfold.launch.pool import RankPool
 from fourfold.plan.run_plan import make_run_plan
 from fourfold.record.reader import read_lines
 from fourfold.record.run_dir import RunDir
-from fourfold.spec.errors import EXIT_CHECK_FAILED, DataError, FourfoldError, RankFailed, SpecError
-from fourfold.spec.legal import world_of
+from fourfold.spec.errors import EXIT_CHECK_FAILED, DataError, RankFailed, SpecError
 from fourfold.spec.load import load_spec
-from fourfold.spec.settle import settle
 from fourfold.spec.spec import Spec
 from fourfold.train.start import open_run
 from fourfold.verify.coverage import run_coverage, verify_coverage
@@ -179,16 +177,6 @@ def scratch() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def legal(asked: Asked) -> str:
-    """Why the request is refused before any rank is started; "" if it is not."""
-    try:
-        spec = settle(asked.with_run(), asked.world)
-        make_run_plan(load_spec(asked.spec, (*asked.sets, *RUN)), asked.world, ("make", "mutants"))
-    except FourfoldError as error:
-        return str(error)
-    return "" if world_of(spec.layout) == asked.world else "the layout fills another world"
-
-
 # ---- what was said
 
 
@@ -214,7 +202,8 @@ def _of_document(check: str, document: Mapping[str, Any]) -> Result:
 
 
 _HANGS = re.compile(r"rank \d+ hung")
-_OURS = re.compile(r"(CheckFailed|NonFinite|DataError|NotSaved|SpecError|FourfoldError)\b")
+# An error of ours begins with what was asked, any other with its class (launch.failure.describe).
+_RAW = re.compile(r"rank \d+ (?:was killed|(?:failed|could not go on): \w+: )")
 
 
 def _broken(failed: list[dict[str, Any]]) -> Outcome | None:
@@ -222,8 +211,7 @@ def _broken(failed: list[dict[str, Any]]) -> Outcome | None:
     told = " ".join(str(one["measured"]) for one in failed)
     if _HANGS.search(told):
         return "hang"
-    raw = re.search(r"rank \d+ (failed|could not go on|was killed)", told)
-    return "crash" if raw and not _OURS.search(told) else None
+    return "crash" if _RAW.search(told) else None
 
 
 def _of_failure(check: str, failure: RankFailed, at: tuple[int, str]) -> Result:
@@ -248,7 +236,8 @@ def _where(folder: Path, rank: int) -> tuple[int, str]:
 
 def _of_checkpoints(room: RunDir, finished: bool) -> Result:
     """Every checkpoint that the record tells of is whole; a finished run has some."""
-    saved = [e["checkpoint"] for e in read_lines(room.events(0)) if e["kind"] == "saved"]
+    events = read_lines(room.events(0)) if room.events(0).exists() else ()
+    saved = [event["checkpoint"] for event in events if event["kind"] == "saved"]
     if finished and not saved:
         return Result("ckpt", "caught", STEPS, "a finished run that saves has saved nothing")
     for name in saved:

@@ -112,10 +112,12 @@ def _tried(spec: str, number: int, draws: random.Random) -> Draw | None:
     degrees = [f"layout.{name}={json.dumps(getattr(layout, name))}" for name in names]
     layers = max(2, stages_in_all(layout)) if layout.pp > 1 else draws.choice((2, 3))
     sharded = layout.zero > 0 and layout.dp_shard * layout.cp > 1
+    wrap = draws.choice((1, 2)) if sharded else 1
+    wrap = wrap if layout.pp == 1 else 1  # stages of one block take no more, which only a rank can tell
     extra = [
         f"layout.unused_parameters={json.dumps(draws.random() < 0.2)}",
         f"layout.bucket_mib={draws.choice((25.0, 0.02))}",
-        *([f"layout.wrap={draws.choice((1, 2))}"] if sharded else []),
+        *([f"layout.wrap={wrap}"] if sharded else []),
         *([f"layout.prefetch={draws.choice((0, 1))}"] if layout.zero == 3 and sharded else []),
         *([f'layout.offload="{draws.choice(("cpu", "disk"))}"'] if draws.random() < 0.1 else []),
         f'data.last_batch="{draws.choice(("drop", "keep"))}"',
@@ -198,12 +200,8 @@ def _alarm(spec: str, draw: Draw, pool: RankPool) -> str:
             room = open_run(plan, "# of make mutants\n")
             pool.run(trained, plan, str(room.path))
         except RankFailed as failure:
-            told = failure.told[0] if failure.told else failure.problems[0]
-            return (
-                f"{told.asked}: {told.found}: {told.why}"[-600:]
-                if not failure.told
-                else f"{told.asked}: {told.found}"
-            )
+            problem = failure.problems[0] if not failure.told else failure.told[0]
+            return f"{problem.asked}: {problem.found}"
     return ""
 
 

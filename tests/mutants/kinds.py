@@ -161,8 +161,7 @@ def _mutant(module: str, name: str, sets: Sequence[str], **more: object) -> Muta
 
 def _of_steps() -> Iterator[Mutant]:
     for name in of_steps.IN_DATA:
-        last = ('data.last_batch="keep"',) if name == "wrap_around" else ()
-        yield _mutant(of_steps.DATA, name, (*PLAIN, *last))
+        yield _mutant(of_steps.DATA, name, ('data.last_batch="keep"',) if name == "wrap_around" else PLAIN)
     for name in of_steps.IN_STEP:
         unused = ("layout.unused_parameters=true",) if name == "layer_unused_on_rank_1" else ()
         yield _mutant(of_steps.STEP, name, (*PLAIN, *unused))
@@ -219,9 +218,10 @@ def _of_runs() -> Iterator[Mutant]:
 
 
 def _of_this_folder() -> Iterator[Mutant]:
-    for name in ("split_twice", "validation_filled_up_and_counted", "last_sample_dropped"):
+    for name in ("split_twice", "validation_filled_up_and_counted"):
         yield _mutant("tests.mutants.planted_data", name, PLAIN)
-    yield _mutant("tests.mutants.planted_data", "mask_edited_in_place", ("data.sequence=32",))
+    for name in ("last_sample_dropped", "mask_edited_in_place"):  # of packed rows
+        yield _mutant("tests.mutants.planted_data", name, ("data.sequence=32",))
     own = {
         "one_rank_saves_the_step_before": (*PLAIN, "layout.zero=2"),
         "buffers_joined_over_ranks": of_resume.OWN,

@@ -48,13 +48,16 @@ def source_of(root: Path) -> str:
     return digest.hexdigest()
 
 
-def source_with(root: Path, mutant: Mutant | None) -> str:
-    """The same with the file that the fault is planted by."""
-    if mutant is None or mutant.planted is None:
-        return source_of(root)
-    found = importlib.util.find_spec(mutant.planted.partition(":")[0])
-    assert found is not None and found.origin is not None, mutant.planted
-    return source_of(root) + hashlib.blake2b(Path(found.origin).read_bytes(), digest_size=4).hexdigest()
+def source_with(root: Path, mutant: Mutant) -> str:
+    """The same with the file that the fault is planted by, and the settings that it is planted under."""
+    digest = hashlib.blake2b(
+        repr((mutant.sets, mutant.world, mutant.adverse, mutant.steps)).encode(), digest_size=8
+    )
+    if mutant.planted is not None:
+        found = importlib.util.find_spec(mutant.planted.partition(":")[0])
+        assert found is not None and found.origin is not None, mutant.planted
+        digest.update(Path(found.origin).read_bytes())
+    return f"{source_of(root)}-{digest.hexdigest()}"
 
 
 def commit_of(root: Path) -> str:
@@ -106,6 +109,8 @@ def run_all(tasks: Sequence[Task], results: Path, commit: str, jobs: int, say: C
                     say(f"[{number}/{len(tasks)}] {task.who}, {result.check}: {told}, {result.seconds:.0f} s")
         except BaseException:
             workers.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()  # its ranks end with it
             raise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ def main(root: Path, asked: argparse.Namespace) -> int:
     checks = [] if asked.checks == "none" else asked.checks.split(",")
     if unknown := set(checks) - set(CHECKS):
         raise SystemExit(f"--checks {','.join(unknown)}: there are {', '.join(CHECKS)}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if not asked.table:
         tasks = list(tasks_of(root, mutants, checks, spec))
         due = tasks if asked.again else missing(tasks, read_results(results))

@@ -114,9 +114,11 @@ def summary(rows: Sequence[Row], score: Score) -> str:
     )
     if missing:
         text += f" Not caught: {', '.join(f'{kind} ({KINDS[kind]})' for kind in missing)}."
-    faults = [row.mutant.name for row in sorted_rows(rows) if row.found and not row.caught_by]
-    if faults:
-        text += f" Planted faults that no check catches: {', '.join(f'`{name}`' for name in faults)}."
+    left = [row for row in sorted_rows(rows) if row.found and not row.caught_by]
+    for asked, said in ((True, "that no check catches"), (False, "not caught by the checks asked so far")):
+        names = [f"`{row.mutant.name}`" for row in left if (row.found.keys() == set(COLUMNS)) == asked]
+        if names:
+            text += f" Planted faults {said}: {', '.join(names)}."
     return text
 
 

@@ -38,7 +38,13 @@ def write_small(folder: Path) -> Path:
     text.mkdir(parents=True, exist_ok=True)
     for number in range(60):
         words = [f"word{(number * 7 + i * i) % 97}" for i in range(10 + 13 * number % 41)]
-        (text / f"{number:02}.txt").write_text(" ".join(words), encoding="utf-8")
+        _write(text / f"{number:02}.txt", " ".join(words))
     path = folder / "small.toml"
-    path.write_text(SPEC.format(text=text), encoding="utf-8")
+    _write(path, SPEC.format(text=text))
     return path
+
+
+def _write(path: Path, content: str) -> None:
+    """A file that is there already is not touched: somebody may be reading it."""
+    if not path.exists() or path.read_text(encoding="utf-8") != content:
+        path.write_text(content, encoding="utf-8")
