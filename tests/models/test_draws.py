@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold.models.draws import _GAMMA, Draws, _mix_, normal
+from fourfold.models.draws import _GAMMA, Draws, _mix_, draw_key, normal
 from fourfold.spec.boxes import Box
 from tests.models import draws_jobs
 
@@ -228,3 +228,10 @@ def test_half_a_box_is_refused() -> None:
         normal(3, "w", (2,), 1.0, torch.float32, offset=(1,))
     with pytest.raises(AssertionError, match="a box needs"):
         normal(3, "w", (2,), 1.0, torch.float32, full_shape=(4,))
+
+
+def test_a_key_stands_for_its_name() -> None:
+    draws = Draws(3, 4, torch.arange(4))
+    by_name = draws.keep("blocks.0.ffn.down", 0.3, (4, 40))
+    assert torch.equal(draws.keep(draw_key("blocks.0.ffn.down"), 0.3, (4, 40)), by_name)
+    assert not torch.equal(draws.keep(draw_key("blocks.1.ffn.down"), 0.3, (4, 40)), by_name)
