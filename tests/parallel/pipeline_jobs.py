@@ -8,6 +8,17 @@ from torch import nn
 
 from fourfold.data import source
 from fourfold.parallel.tied import Tied
+from fourfold.spec.load import load_spec
+from fourfold.spec.settle import settle
+from fourfold.train.setup import open_training
+from fourfold.train.step import accumulate, agree_totals, clip, update
+from fourfold.verify.here import joined_here
+
+PERCEPTRON = (
+    'model={kind="mlp", inputs=8, hidden=16, layers=4}',
+    'data={kind="synthetic", samples=64}',
+    "batch.global_batch=8",
+)
 
 
 def without_rules() -> None:
@@ -24,3 +35,17 @@ def summed_of_one_end(elsewhere: bool) -> float | None:
         weight.grad = torch.full((2, 2), 3.0)
     Tied(["embedding.weight"], network, None, dist.group.WORLD, rank == 0, may_be_unused=True).sum()
     return None if weight.grad is None else float(weight.grad.mean())
+
+
+def losses_of_a_perceptron(*sets: str) -> list[float]:
+    """The loss sums of two steps, on the ranks that have them."""
+    told = []
+    with open_training(
+        settle(load_spec("tiny", (*PERCEPTRON, *sets)).spec, dist.get_world_size()), joined_here()
+    ) as training:
+        for step, batches in enumerate(training.loader.steps(0, 2)):
+            pair, _ = accumulate(training, batches, agree_totals(training, batches, False))
+            told.append(float(pair.sum))
+            clip(training)
+            update(training, step)
+    return told

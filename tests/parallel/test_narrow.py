@@ -6,6 +6,7 @@ import torch
 from fourfold.models.loss import squared_error
 from fourfold.parallel.narrow import Rounded, loss_module, narrow_dtype, policy
 from fourfold.spec.training import PrecisionSpec
+from tests.parallel import pipeline_jobs
 from tests.parallel.plain_kit import PlainKit
 from tests.parallel.rank_jobs import Branching
 from tests.train import precision_jobs as jobs
@@ -121,3 +122,11 @@ def test_who_rounds_parameters():
         torch.bfloat16,
         torch.float16,
     ]
+
+
+@pytest.mark.parametrize("parameters", ["fp32", "compute"])
+def test_a_perceptron_in_stages_computes_what_it_does_in_one_piece(ranks, parameters):
+    sets = (*("precision.compute=bf16", f"precision.parameters={parameters}"), "batch.micro_batch=2")
+    (whole,) = ranks(1).run(pipeline_jobs.losses_of_a_perceptron, *sets)
+    _, last = ranks(2).run(pipeline_jobs.losses_of_a_perceptron, *sets, "layout.pp=2")
+    assert last == pytest.approx(whole, rel=1e-4)

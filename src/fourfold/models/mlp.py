@@ -71,9 +71,9 @@ class MlpKit:
     def part(
         self, module: nn.Module, batch: BatchLike, stream: Tensor | None, last: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """See `StagedKit.part`."""
+        """See `StagedKit.part`; between stages in the parameters' dtype, though in bf16 a layer gives bf16."""
         given = self._forward(module, batch, stream)
-        return self._measured(given, batch) if last else given
+        return self._measured(given, batch) if last else given.to(next(module.parameters()).dtype)
 
     def _forward(self, module: nn.Module, batch: BatchLike, stream: Tensor | None) -> Tensor:
         dropping = module.training and self._spec.dropout > 0
