@@ -230,6 +230,10 @@ def test_a_refusal_owed_to_a_library_says_so() -> None:
         "stages of transformers": [*LLAMA, "layout.pp=2"],
         "tp by the model's own plan": [*LLAMA, "model.architecture=mixtral", "layout.tp=2"],
         "tp cuts the configuration": [*LLAMA, "layout.tp=3"],
+        "one backward of compiled blocks": [
+            "layout.compile=blocks",
+            *('layout.pp_schedule="zbv"', "layout.pp=2"),
+        ],
         "parameters of split backwards": ['layout.pp_schedule="zbv"', "layout.pp=2", "layout.zero=2"],
     }
     assert {rule.name for rule in RULES if rule.owed == "library"} == set(broken)

@@ -45,6 +45,6 @@ def compiled_goes_back_at_once(spec: Spec) -> Problem | None:
     return Problem(
         asked=f'layout.compile = "blocks" with layout.pp_schedule = "{layout.pp_schedule}"',
         found="a schedule that goes back for inputs first, and for weights later",
-        why="the code of a compiled block goes back for both at once: each half would be a whole backward",
+        why="code of torch's compiler goes back for both at once: each half would be a whole backward",
         instead=f"--set layout.pp_schedule=1f1b or {_NONE}",
     )

@@ -123,7 +123,7 @@ def layer_unused_on_rank_1() -> None:
     forward = decoder.Block.forward
 
     def skipping(self: Any, x: torch.Tensor, shared: Any) -> torch.Tensor:
-        last = self.attention.output_name.startswith("blocks.1.")
+        last = torch.equal(self.attention.output_key, decoder.draw_key("blocks.1.attention.output"))
         return x if last and dist.get_rank() == 1 else forward(self, x, shared)
 
     decoder.Block.forward = skipping
