@@ -48,7 +48,9 @@ def act(way: str, rank: Rank, run_dir: Path, pulse: Pulse, stop: StopRequest) ->
             time.sleep(1.5 if way == "patient" else 1000)
         case "kill" | "abort":
             os.kill(os.getpid(), signal.SIGKILL if way == "kill" else signal.SIGABRT)
-        case "raise":
+        case "raise" | "raise-last":
+            if way == "raise-last":
+                others_ready(run_dir, rank.world)
             raise SpecError(Problem("a", "b", "c", "d"))
         case "bug":
             raise ValueError("a plain bug")
@@ -70,6 +72,7 @@ def act(way: str, rank: Rank, run_dir: Path, pulse: Pulse, stop: StopRequest) ->
             os.kill(os.getppid(), signal.SIGTERM)
             time.sleep(1000)
         case "lost":
+            (run_dir / f"ready{rank.rank}").touch()
             raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1")
         case "stopped":
             raise Stopped(Problem("a", "b", "c", "d"))
