@@ -93,6 +93,7 @@ class Draws:
     def __init__(self, seed: int, step: int, rows: Tensor, context: Context | None = None) -> None:
         self._rows = _mix_((rows * _GAMMA).add_(_key("dropout", seed, step))).unsqueeze(1)
         self._context = context
+        self._gamma = torch.tensor(_GAMMA, device="cpu")
         self._counters: dict[tuple[int, int], Tensor] = {}
 
     def keep(self, name: str | Tensor, p: float, shape: Sequence[int]) -> Tensor:
@@ -171,7 +172,8 @@ class Draws:
 
     def _counter(self, first: int, stop: int) -> Tensor:
         if torch.compiler.is_compiling():
-            return torch.arange(first, stop, device=self._rows.device).mul_(_GAMMA)
+            # By a tensor: torch 2.13 takes places times a number for places, too, and gets those beyond 2**31 wrong.
+            return torch.arange(first, stop, device=self._rows.device).mul_(self._gamma)
         if (first, stop) not in self._counters:
             self._counters[first, stop] = torch.arange(first, stop, device=self._rows.device).mul_(_GAMMA)
         return self._counters[first, stop]
