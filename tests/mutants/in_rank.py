@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from fourfold.collectives.fingerprints import Fingerprints
 from fourfold.launch.stop import StopRequest
 from fourfold.plan.run_plan import RunPlan
+from fourfold.record.calls import CALLS, CallsFile
 from fourfold.record.run_dir import RunDir
 from fourfold.train import loop
 from fourfold.verify.here import joined_here
@@ -21,11 +23,16 @@ def at_file(folder: Path, rank: int) -> Path:
 
 
 def trained(plan: RunPlan, folder: str) -> str:
-    """Train as planned in `folder`; how the loop ended. Raises what it raises. Collectives: those of the loop."""
-    note = at_file(Path(folder), dist.get_rank())
+    """Train as planned in `folder`; how the loop ended. Raises what it raises. Collectives: those of the loop.
+
+    Collectives are noted and compared as in every run. No watchdog ends it: a rank of a pool has nobody to tell.
+    """
+    rank = dist.get_rank()
+    note = at_file(Path(folder), rank)
+    calls = Fingerprints(CallsFile(Path(folder) / CALLS, rank))
 
     def beat(step: int, phase: str, patient: bool = False) -> None:  # noqa: ARG001
         note.write_text(f"{step} {phase}")
 
-    with redirect_stderr(io.StringIO()), StopRequest() as stop:
-        return loop.train(plan, joined_here(), RunDir(Path(folder)), stop, beat)
+    with redirect_stderr(io.StringIO()), StopRequest() as stop, calls.kept():
+        return loop.train(plan, joined_here(), RunDir(Path(folder)), stop, beat, calls=calls)

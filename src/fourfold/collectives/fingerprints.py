@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -34,30 +34,16 @@ from fourfold.spec.errors import CheckFailed, Problem
 
 # Not isend and irecv: torch's P2POp asks whether it is given these very functions.
 _MESSAGES = ("send", "recv", "batch_isend_irecv", "send_object_list", "recv_object_list")
-_NOTED = {
-    dist: (
-        *["all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_coalesced", "all_gather_object"],
-        *["all_gather_into_tensor", "all_gather_single", "reduce_scatter", "reduce_scatter_single"],
-        *["reduce_scatter_tensor", "all_to_all", "all_to_all_single", "broadcast", "broadcast_object_list"],
-        *[
-            "reduce",
-            "gather",
-            "gather_object",
-            "scatter",
-            "scatter_object_list",
-            "barrier",
-            "monitored_barrier",
-        ],
-        *_MESSAGES,
-    ),
-    functional: (
-        *["all_reduce", "all_reduce_coalesced", "broadcast", "permute_tensor", "all_gather_single"],
-        *["all_gather_tensor", "all_gather_single_autograd", "all_gather_tensor_autograd"],
-        *["all_gather_single_coalesced", "all_gather_into_tensor_coalesced", "reduce_scatter_single"],
-        *["reduce_scatter_tensor", "reduce_scatter_single_autograd", "reduce_scatter_tensor_autograd"],
-        *["reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"],
-        *["all_to_all_single", "all_to_all_single_autograd"],
-    ),
+_NOTED: dict[ModuleType, str] = {
+    dist: "all_reduce all_reduce_coalesced all_gather all_gather_coalesced all_gather_object all_gather_into_tensor "
+    "all_gather_single reduce_scatter reduce_scatter_single reduce_scatter_tensor all_to_all all_to_all_single "
+    "broadcast broadcast_object_list reduce gather gather_object scatter scatter_object_list barrier "
+    "monitored_barrier " + " ".join(_MESSAGES),
+    functional: "all_reduce all_reduce_coalesced broadcast permute_tensor all_gather_single all_gather_tensor "
+    "all_gather_single_autograd all_gather_tensor_autograd all_gather_single_coalesced "
+    "all_gather_into_tensor_coalesced reduce_scatter_single reduce_scatter_tensor reduce_scatter_single_autograd "
+    "reduce_scatter_tensor_autograd reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced "
+    "all_to_all_single all_to_all_single_autograd",
 }
 # How these functions name what this rank gives.
 _GIVEN = ("tensor", "input_tensor", "input", "self", "tensors", "input_list", "input_tensor_list", "inputs")
@@ -90,7 +76,11 @@ class Fingerprints:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """While it is entered, calls of this process are noted."""
-        plain = [(module, name, getattr(module, name)) for module, names in _NOTED.items() for name in names]
+        plain = [
+            (module, name, getattr(module, name))
+            for module, names in _NOTED.items()
+            for name in names.split()
+        ]
         for module, name, function in plain:
             setattr(module, name, self._noted(name, function))
         try:

@@ -52,8 +52,10 @@ class Standing(Value):
 
 
 class Verdict(NamedTuple):
-    """What standing still comes to. final: it cannot end well, however long one waits. late: the rank or ranks that the
-    `waiting` ones wait for; both empty where ranks differ."""
+    """What standing still comes to. final: it cannot end well, however long one waits.
+
+    late: the ranks that the `waiting` ones wait for, or those that called something else; in a circle all are both.
+    """
 
     problem: Problem
     final: bool

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _POLL_S = 0.5
-_STILL_S = (
-    5.0  # without any call or beat: a rank then says where it stands; a tenth of timeout_s where that is less
-)
+# Without any call or beat for so long a rank says where it stands; for a tenth of timeout_s where that is less.
+_STILL_S = 5.0
 _SAID_SHARE = 0.25  # of timeout_s: waited so long, the late rank is named on the screen
 _BEFORE_S = 5.0  # before the group's own timeout a wait is given up; a tenth of timeout_s where that is less
 
@@ -82,6 +81,7 @@ class Watchdog:
             self._store = _connection_of_its_own(self._store)
             while not self._over.wait(_POLL_S):
                 self._look()
+            self._moved()
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -89,14 +89,18 @@ class Watchdog:
         mark = f"{self._fingerprints.count} {place.beats} {sum(entered.values())} {sum(done.values())}"
         if mark != self._mark:
             self._mark, self._since, self._before, self._said = mark, now, None, False
-            if self._told:
-                self._store.set(self._key(self._rank), "")
-                self._told = False
+            self._moved()
         elif now - self._since >= min(_STILL_S, 0.1 * self._timeout_s):
             own = standing(self._rank, mark, place.step, place.phase, now - self._since, self._fingerprints)
             self._store.set(self._key(self._rank), own.model_dump_json())
             self._told = True
             self._judge(own)
+
+    def _moved(self) -> None:
+        """Take back where this rank stood."""
+        if self._told:
+            self._store.set(self._key(self._rank), "")
+            self._told = False
 
     def _judge(self, own: Standing) -> None:
         """Twice the same is a verdict: meanwhile a rank that moved again has taken back what it said."""

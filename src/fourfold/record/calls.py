@@ -67,7 +67,7 @@ class Call(Value):
 
 def what(call: Call) -> tuple[str, str, str]:
     """What must be the same on every rank of its group, for the collective to be one."""
-    compared = call.op.removesuffix("_object").startswith(_SAME_SHAPE)
+    compared = call.op.startswith(_SAME_SHAPE)
     return call.op, *((call.shape, call.dtype) if compared else ("", ""))
 
 
